@@ -11,10 +11,11 @@ weights are cold: between two reads of the same expert lie 330 MB and more, or t
 time is the median of 7 replays. Weights are random codes. ``touched`` is the mean number of experts with rows.
 
 ``read_us`` is the time of a kernel that only reads as many bytes, and ``limit_us`` the larger of that and of the
-operations at 770 TFLOP/s. Peers are from ``experts_peers.csv``, or the file of ``--peers``: vLLM 0.33.0's Marlin,
-humming-kernels 0.1.19 and triton_kernels on an H200 on 2026-11-23, with uniform routings that are prepared before,
-their two products and the activation (``products_us``) without the preparation of the routing and, except for
-triton_kernels, without the sum.
+operations at 770 TFLOP/s. ``peer`` is the best of experts_peers.py: vLLM's Marlin, humming and triton_kernels.
+Compared are their two products and the activation (``products_us``) behind a routing that is prepared before, and
+without the sum, which only triton_kernels has in its product. With ``--peers measured`` those that are installed are
+replayed in turn with jitfp4's graph, over the same routings, and ``experts_peers.csv`` has a line for each; else they
+are read from that file, or from another one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench import experts_peers
 from bench.bench_gemm import COLD_BYTES, READ, Replay, medians, replay_us
 from bench.harness import geomean, write_results
 from bench.stamp import stamp
@@ -203,29 +205,32 @@ class Read:
         self.kernel.launch(geometry, (part, self.out, part.numel() // 16), stream=stream, pdl=False)
 
 
-def recorded(path: Path) -> dict[tuple[str, str, int], tuple[str, float]]:
-    """The best peer and its microseconds by layer, routing and tokens."""
-    best: dict[tuple[str, str, int], tuple[str, float]] = {}
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            key, us = (row["layer"], row["routing"], int(row["tokens"])), float(row["products_us"])
-            if key not in best or us < best[key][1]:
-                best[key] = row["peer"], us
-    return best
+def beside(case: Case, copies: Copies, peers: Sequence[experts_peers.Peer]) -> tuple[float, list[dict[str, object]]]:
+    """Microseconds of the layer, and lines of peers, all replayed in turn."""
+    graphs = [(peer.name, part, replay) for peer in peers for part, replay in experts_peers.graphs(peer, case).items()]
+    us, *theirs = medians([layer_replay(case, copies), *(replay for _, _, replay in graphs)], REPLAYS)
+    rows: dict[str, dict[str, object]] = {}
+    for (name, part, _), their_us in zip(graphs, theirs, strict=True):
+        rows.setdefault(name, {"peer": name, "products_us": None, "layer_us": None})[f"{part}_us"] = round(their_us, 2)
+    return us, list(rows.values())
 
 
 def measure(
-    layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str], path: Path
+    layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str], lines: list[Any], with_peers: bool
 ) -> Iterator[dict[str, object]]:
-    peers, read = recorded(path), Read(target_of(torch.empty(1, device="cuda")).arch)
+    """A line for each case. ``lines``: of peers; those that are measured here join them."""
+    read = Read(target_of(torch.empty(1, device="cuda")).arch)
     for layer in layers:
         copies = make_copies(layer)
+        peers = list(experts_peers.peers(layer)) if with_peers else []
         for routing in routings:
             for count in tokens:
                 case = make_case(layer, count, routing)
-                (us,), read_us = medians([layer_replay(case, copies)], REPLAYS), read.us(case, copies)
+                us, of_peers = beside(case, copies, peers)
+                lines += [{"layer": layer.name, "routing": routing, "tokens": count, **line} for line in of_peers]
+                read_us = read.us(case, copies)
                 limit = max(read_us, layer.flops * count * layer.slots / PEAK_TFLOPS / 1e6)
-                peer, peer_us = peers.get((layer.name, routing, count), ("not measured", None))
+                peer, peer_us = experts_peers.best_of(lines, layer.name, routing, count)
                 row = {
                     "layer": layer.name,
                     "routing": routing,
@@ -241,9 +246,9 @@ def measure(
                     "peer_us": peer_us,
                     "of_peer": round(peer_us / us, 3) if peer_us else None,
                 }
-                print(*row.values(), flush=True)
+                print(*row.values(), *(" ".join(map(str, line.values())) for line in of_peers), sep=", ", flush=True)
                 yield row
-        del copies
+        del copies, peers
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------
@@ -364,7 +369,7 @@ def times_of(case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    parser.add_argument("--peers", type=Path, default=PEERS, help="their microseconds")
+    parser.add_argument("--peers", default=str(PEERS), help="a file of their microseconds, or 'measured'")
     parser.add_argument("--part", choices=("cases", "search"), default="cases")
     parser.add_argument("--layers", nargs="+", help="parts of their names")
     parser.add_argument("--tokens", type=int, nargs="+")
@@ -378,8 +383,12 @@ def main() -> None:
         found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.kinds, options.seconds)
         write_results(options.out / "experts_search", list(found), stamp())
         return
-    rows = list(measure(layers, options.tokens or TOKENS, options.routings, options.peers))
+    with_peers = options.peers == "measured"
+    lines = [] if with_peers else list(csv.DictReader(Path(options.peers).read_text().splitlines()))
+    rows = list(measure(layers, options.tokens or TOKENS, options.routings, lines, with_peers))
     write_results(options.out / "experts", rows, stamp())
+    if with_peers and lines:
+        write_results(options.out / "experts_peers", lines, stamp())
     compared = [row for row in rows if row["of_peer"]]
     for few, which in ((True, "1 to 64 tokens"), (False, "more")):
         of = [float(str(row["of_peer"])) for row in compared if (int(str(row["tokens"])) <= 64) == few]

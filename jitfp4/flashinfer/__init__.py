@@ -20,14 +20,15 @@ import sys
 from typing import Any
 
 import jitfp4
-from jitfp4.flashinfer.modules import ALL, MODULES, look_up, register
+from jitfp4.flashinfer.modules import ALL, HERE, MODULES, look_up, register
+from jitfp4.flashinfer.moe import forget_weights
 from jitfp4.flashinfer.substitution import Installed, Overlaid, install, overlay, uninstall
 
-__all__ = ["MODULES", "Installed", "Overlaid", "install", "overlay", "uninstall"]
+__all__ = ["MODULES", "Installed", "Overlaid", "forget_weights", "install", "overlay", "uninstall"]
 
 
 def __getattr__(name: str) -> Any:
-    return look_up(__name__, [public for public in ALL if public in jitfp4.__all__], name)
+    return look_up(__name__, [public for public in ALL if public in HERE or public in jitfp4.__all__], name)
 
 
 register(sys.modules[__name__])

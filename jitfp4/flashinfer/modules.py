@@ -10,8 +10,19 @@ from typing import Any
 
 import jitfp4
 
-TYPES = ("FP4Tensor", "NVFP44Over6Config", "NVFP44Over6ErrMode", "SfLayout")
-"""FlashInfer's own are left to it: jitfp4's functions take them."""
+HERE = {
+    "ActivationType": "moe",
+    "cutlass_fused_moe": "moe",
+    "interleave_moe_scales_for_sm90_mixed_gemm": "mixed_gemm",
+    "interleave_moe_weights_for_sm90_mixed_gemm": "mixed_gemm",
+}
+"""Names that jitfp4 has for FlashInfer's callers alone, and their modules in this package."""
+
+LEFT = (
+    *("ActivationType", "FP4Tensor", "NVFP44Over6Config", "NVFP44Over6ErrMode", "SfLayout"),
+    *("interleave_moe_scales_for_sm90_mixed_gemm", "interleave_moe_weights_for_sm90_mixed_gemm"),
+)
+"""FlashInfer's own are left to it by overlay(): jitfp4's functions take them, and what they return."""
 
 _FP4 = (
     "SfLayout",
@@ -35,6 +46,7 @@ _FP4 = (
     "silu_and_mul_nvfp4_quantize",
     "silu_and_mul_scaled_nvfp4_experts_quantize",
 )
+_MOE = tuple(HERE)
 _NORM = ("add_rmsnorm_fp4quant", "rmsnorm_fp4quant")
 _SCALES = ("NVFP44Over6Config", "NVFP44Over6ErrMode", "make_nvfp4_global_scale")
 
@@ -51,7 +63,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "xqa_batch_decode_with_kv_cache",
     ),
     "fp4_quantization": _FP4,
-    "fused_moe": ("fused_topk_deepseek",),
+    "fused_moe": (*_MOE, "fused_topk_deepseek"),
+    "fused_moe.core": _MOE,
     "fused_moe.fused_routing_dsv3": ("fused_topk_deepseek",),
     "gdn_decode": (
         "gated_delta_rule_decode",
@@ -85,7 +98,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 """Modules below FlashInfer's functions, from which engines import, too: names of ``jitfp4.flashinfer.states``."""
 
 ALL = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
-FUNCTIONS = tuple(name for name in ALL if name not in TYPES)
+FUNCTIONS = tuple(name for name in ALL if name not in LEFT)
 
 
 class Module(ModuleType):
@@ -95,7 +108,7 @@ class Module(ModuleType):
         super().__init__(name, f"FlashInfer's {name.partition('.')[2] or 'package'}, as far as jitfp4 has it.")
         self.__spec__ = ModuleSpec(name, None, is_package=bool(modules))
         self.__path__: list[str] = []
-        self.__all__ = [public for public in names if public in jitfp4.__all__]
+        self.__all__ = [public for public in names if public in HERE or public in jitfp4.__all__]
 
     def __getattr__(self, name: str) -> Any:
         return look_up(self.__name__, self.__all__, name)
@@ -107,7 +120,7 @@ class Module(ModuleType):
 def look_up(module: str, names: list[str], name: str) -> Any:
     """The function ``name`` of jitfp4, if it is one of ``names``."""
     if name in names:
-        return getattr(jitfp4, name)
+        return of_jitfp4("", name)
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     has = ", ".join(names) or "nothing yet"
@@ -116,9 +129,8 @@ def look_up(module: str, names: list[str], name: str) -> Any:
 
 def of_jitfp4(module: str, name: str) -> Any:
     """What stands in for ``name`` of FlashInfer's ``module``, named without the package."""
-    if name in KERNELS.get(module, ()):
-        return getattr(importlib.import_module("jitfp4.flashinfer.states"), name)
-    return getattr(jitfp4, name)
+    home = "states" if name in KERNELS.get(module, ()) else HERE.get(name)
+    return getattr(jitfp4 if home is None else importlib.import_module(f"jitfp4.flashinfer.{home}"), name)
 
 
 def modules(root: str) -> dict[str, ModuleType]:

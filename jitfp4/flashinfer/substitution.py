@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from jitfp4.errors import ArgumentError
 from jitfp4.flashinfer.modules import ALL, FUNCTIONS, KERNELS, MODULES, Module, modules, of_jitfp4
+from jitfp4.flashinfer.moe import beside, cutlass_fused_moe
 
 _ENVIRONMENT = "FLASHINFER_NVFP4_4OVER6"  # FlashInfer's quantizers read it where they are not told
 
@@ -89,9 +90,10 @@ def install() -> Installed:
 def overlay(*names: str) -> Overlaid:
     """Put jitfp4's functions into FlashInfer's modules, in this process, until uninstall() or the end of a ``with``.
 
-    They are put where FlashInfer defines them, and where it gives them to others. What jitfp4 lacks stays FlashInfer's,
-    and so does SfLayout, which jitfp4 takes as its own. Modules that hold a function already go on using it: call this
-    before the engine is imported. An overlay inside another adds to it; the end of the inner one leaves the outer one.
+    They are put where FlashInfer defines them, and where it gives them to others. What jitfp4 lacks stays FlashInfer's:
+    other functions, and the layers of ``cutlass_fused_moe`` that have no FP4 weights, or FP4 activations. So does
+    SfLayout, which jitfp4 takes as its own. Modules that hold a function already go on using it: call this before the
+    engine is imported. An overlay inside another adds to it; the end of the inner one leaves the outer one.
 
     Args:
         names: of functions and classes; without any, all that both have.
@@ -151,8 +153,8 @@ def _patch(name: str) -> None:
         listed = ALL if not module else (*MODULES.get(module, ()), *KERNELS.get(module, ()))
         found = _imported(module) if name in listed else None
         if found is not None and vars(found).get(name) is not None:
-            _patched[found, name] = getattr(found, name)
-            setattr(found, name, of_jitfp4(module, name))
+            theirs = _patched[found, name] = getattr(found, name)
+            setattr(found, name, beside(theirs) if name == cutlass_fused_moe.__name__ else of_jitfp4(module, name))
 
 
 def _imported(name: str) -> ModuleType | None:

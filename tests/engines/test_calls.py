@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import jitfp4
+import jitfp4.flashinfer
 from jitfp4 import sim
 from tests.engines import signatures
 from tests.engines.collect import RECORD, Call
@@ -23,6 +23,7 @@ from tests.engines.trial import Trial
 from tests.engines.values import TRIALS
 from tests.engines.values_attention import OTHERS, PENDING, REFUSED, class_of
 from tests.engines.values_attention import TRIALS as ATTENTION
+from tests.engines.values_experts import TRIALS as OF_EXPERTS
 
 RECORDED = json.loads(RECORD.read_text())
 THEIRS = json.loads(signatures.FIXTURE.read_text())["signatures"]
@@ -34,7 +35,7 @@ def place(call: Call) -> str:
 
 
 def trials(call: Call) -> list[Trial]:
-    make = TRIALS.get(call["callee"]) or ATTENTION.get(call["callee"])
+    make = (TRIALS | ATTENTION | OF_EXPERTS).get(call["callee"])
     return [] if make is None else list(make(call))
 
 
@@ -89,7 +90,7 @@ def test_a_call(call: Call, device: None) -> None:
     assert found, f"{call['callee']} has no values"
     for trial in found:
         positional, keywords, given = arguments(call, trial)
-        function = trial.function or getattr(jitfp4, call["callee"])
+        function = trial.function or getattr(jitfp4.flashinfer, call["callee"])
         try:
             result = function(*positional, **keywords)
             assert not refused, "it is accepted: take it from the list"

@@ -76,7 +76,8 @@ def test_functions_are_replaced_where_they_are_defined(report: dict[str, Any]) -
         for module in ("", "quantization.", "quantization.fp4_quantization.", "fp4_quantization.")
     }
     assert wanted <= set(report["replaced"])
-    assert "flashinfer.gdn_decode.gated_delta_rule_mtp" in report["replaced"]
+    assert {"flashinfer.gdn_decode.gated_delta_rule_mtp", "flashinfer.cutlass_fused_moe"} <= set(report["replaced"])
+    assert "flashinfer.fused_moe.interleave_moe_weights_for_sm90_mixed_gemm" not in report["replaced"]
     assert report["ours"] and report["theirs"] and report["shape"] == [4, 4]
 
 
@@ -84,7 +85,8 @@ def test_everything_that_both_have_is_replaced(report: dict[str, Any]) -> None:
     assert report["remaining"] == []
     served = {name for name in jitfp4.flashinfer.MODULES if name != "utils"}
     missed = {path.partition(".")[2] for path in report["left"]}
-    assert missed <= {"cute_dsl.rmsnorm_fp4quant", "cute_dsl.add_rmsnorm_fp4quant", "gdn_kernels.gdn_decode_bf16_state"}
+    of_cute = {"rmsnorm_fp4quant", "add_rmsnorm_fp4quant", "blockscaled_gemm"}
+    assert missed <= {"gdn_kernels.gdn_decode_bf16_state", *(f"cute_dsl.{name}" for name in of_cute)}
     reached = {path.partition(".")[2].rpartition(".")[0] for path in report["replaced"]}
     assert served - reached - missed <= {"cute_dsl", "norm"}, "these two have it only with nvidia-cutlass-dsl"
 

@@ -1,0 +1,380 @@
+# ruff: noqa: ARG001 - FlashInfer's parameters
+"""FlashInfer's ``cutlass_fused_moe``: of its many kinds of layers those with FP4 weights and 16-bit activations.
+
+The function gets weights and scales as an engine keeps them, again with each call, but the kernels read them in another
+order. So they are prepared at the first call, and remembered for as long as the engine keeps its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from jitfp4 import engine
+from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
+from jitfp4.families.experts import Fp4Experts, fp4_experts, prepare_fp4_experts
+from jitfp4.flashinfer.mixed_gemm import deinterleave_scales, deinterleave_weights
+from jitfp4.layouts import SfLayout
+from jitfp4.public import checked
+from jitfp4.tensors import check_contiguous, check_dtype
+
+_HALVES = (torch.bfloat16, torch.float16)
+_MXFP4, _NVFP4 = 2, 6  # how many quant_scales there are
+
+
+class ActivationType(IntEnum):
+    """FlashInfer's number of an activation; those that jitfp4 has."""
+
+    Swiglu = 3
+    SwigluBias = 5
+    Relu2 = 6
+
+    def __repr__(self) -> str:
+        return f"ActivationType.{self.name}"
+
+
+class _Layer(NamedTuple):
+    """What is remembered of weights: prepared, with the constants of their activation."""
+
+    experts: Fp4Experts
+    activation: str
+    alpha: float | None
+    beta: float | None
+    limit: float | None
+    expert_map: torch.Tensor | None
+
+
+_Key = tuple[Any, ...]
+_layers: dict[_Key, tuple[_Layer, tuple[StorageWeakRef, ...]]] = {}
+
+
+@checked
+def cutlass_fused_moe(
+    input: torch.Tensor,  # noqa: A002 - FlashInfer's name
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor | None,
+    fc1_expert_weights: torch.Tensor,
+    fc2_expert_weights: torch.Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: Sequence[torch.Tensor],
+    fc1_expert_biases: torch.Tensor | None = None,
+    fc2_expert_biases: torch.Tensor | None = None,
+    input_sf: torch.Tensor | None = None,
+    swiglu_alpha: torch.Tensor | None = None,
+    swiglu_beta: torch.Tensor | None = None,
+    swiglu_limit: torch.Tensor | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    cluster_size: int = 1,
+    cluster_rank: int = 0,
+    output: torch.Tensor | None = None,
+    enable_alltoall: bool = False,
+    use_deepseek_fp8_block_scale: bool = False,
+    use_w4_group_scaling: bool = False,
+    use_mxfp8_act_scaling: bool = False,
+    min_latency_mode: bool = False,
+    use_packed_weights: bool = False,
+    use_wfp4afp8_humming: bool = False,
+    tune_max_num_tokens: int = 8192,
+    enable_pdl: bool | None = None,
+    activation_type: ActivationType = ActivationType.Swiglu,
+    swizzled_input_sf: bool = True,
+    use_fused_finalize: bool = True,
+    profile_ids: list[int] | None = None,
+    workspace_buffer: torch.Tensor | None = None,
+    *,
+    clamped_relu2_limit: torch.Tensor | None = None,
+    situ_beta: torch.Tensor | None = None,
+    situ_linear_beta: torch.Tensor | None = None,
+    backend: str = "cutlass",
+) -> list[torch.Tensor]:
+    """A layer of experts with FP4 weights and 16-bit activations: ``jitfp4.fp4_experts`` behind FlashInfer's arguments.
+
+    At the first call with weights they are prepared and remembered, by their memory and version, until that memory is
+    freed: **the experts then take their memory twice.** Where that is too much, call prepare_fp4_experts() when the
+    model is loaded, and fp4_experts(). The first call waits for the GPU, so it must not be in the capture of a graph.
+    torch.compile does not trace it. What is written into weights through ``.data`` is not seen: call forget_weights()
+    then.
+
+    Args:
+        input: [tokens, hidden], bf16 or fp16.
+        token_selected_experts, token_final_scales: [tokens, slots], int32 and float32.
+        fc1_expert_weights: [experts of this rank, 2 inter, hidden / 2] bytes, first the up rows and then the gates, or
+            without gates [..., inter, ...]. MXFP4: uint8 from interleave_moe_weights_for_sm90_mixed_gemm(). NVFP4: in
+            their order, as int64.
+        fc2_expert_weights: the same of [experts, hidden, inter].
+        output_dtype: input's.
+        quant_scales: MXFP4, with use_w4_group_scaling: of both weights, from
+            interleave_moe_scales_for_sm90_mixed_gemm(), also as int32. NVFP4: global encode scale of the activations
+            (one, or one for each expert), block scales in 128x4 layout as int32, and decode scales of weights times
+            activations, float32 [experts]; then the same of the second product. Activations stay in 16 bits, so the
+            encode scales only take theirs out of the decode scales.
+        fc1_expert_biases, fc2_expert_biases: [experts, n]; the second only counts where tp_rank is 0.
+        swiglu_alpha, swiglu_beta, swiglu_limit: float32 [experts], with one value for all of them.
+        ep_size, ep_rank: ids are those of ep_size times as many experts, of which this rank has the ep_rank-th part.
+        output: to fill in place.
+        activation_type: Swiglu, SwigluBias or Relu2.
+        enable_alltoall, tune_max_num_tokens, use_fused_finalize, profile_ids, workspace_buffer: without effect.
+        the others: as by default; another value is an error.
+    Returns:
+        A list of the output alone, as FlashInfer.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    _check_kind(
+        input_sf=input_sf,
+        cluster_size=cluster_size,
+        cluster_rank=cluster_rank,
+        use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
+        use_mxfp8_act_scaling=use_mxfp8_act_scaling,
+        min_latency_mode=min_latency_mode,
+        use_packed_weights=use_packed_weights,
+        use_wfp4afp8_humming=use_wfp4afp8_humming,
+        clamped_relu2_limit=clamped_relu2_limit,
+        situ_beta=situ_beta,
+        situ_linear_beta=situ_linear_beta,
+        backend=backend,
+    )
+    check_dtype("input", input, _HALVES)
+    if output_dtype != input.dtype:
+        raise ArgumentTypeError("output_dtype", output_dtype, f"{input.dtype}, as input")
+    if not isinstance(activation_type, int):
+        raise ArgumentTypeError("activation_type", type(activation_type).__name__, "an ActivationType")
+    if not 0 <= ep_rank < ep_size:
+        raise ArgumentError("ep_rank", ep_rank, f"0 to ep_size - 1, {ep_size - 1}")
+    weights = _Weights(
+        fc1_expert_weights,
+        fc2_expert_weights,
+        _scales_of(quant_scales, use_w4_group_scaling),
+        fc1_expert_biases,
+        fc2_expert_biases if tp_rank == 0 else None,
+        (swiglu_alpha, swiglu_beta, swiglu_limit),
+        int(activation_type),
+        ep_size,
+        ep_rank,
+    )
+    layer = weights.layer()
+    try:
+        out = fp4_experts(
+            input,
+            layer.experts,
+            token_selected_experts,
+            token_final_scales,
+            activation=layer.activation,
+            swiglu_alpha=layer.alpha,
+            swiglu_beta=layer.beta,
+            swiglu_limit=layer.limit,
+            expert_map=layer.expert_map,
+            out=output,
+            enable_pdl=enable_pdl,
+        )
+    except ArgumentError as error:
+        raise renamed(error, _CALL) from None
+    return [out]
+
+
+def forget_weights() -> None:
+    """Free what cutlass_fused_moe() remembers of weights. The next call prepares them again."""
+    _layers.clear()
+
+
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(cutlass_fused_moe).parameters.items()}
+_CALL = {"x": "input", "topk_ids": "token_selected_experts", "topk_weights": "token_final_scales", "out": "output"}
+_PREPARATION = {
+    "w13": "fc1_expert_weights",
+    "w2": "fc2_expert_weights",
+    **dict.fromkeys(("w13_scales", "w2_scales", "w13_alpha", "w2_alpha"), "quant_scales"),
+    "w13_bias": "fc1_expert_biases",
+    "w2_bias": "fc2_expert_biases",
+}
+
+
+def _check_kind(**given: Any) -> None:
+    """That it is a kind of layer that jitfp4 has."""
+    for name, value in given.items():
+        if value is not _DEFAULTS[name] and value != _DEFAULTS[name]:
+            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise ArgumentError(name, got, f"{_DEFAULTS[name]!r}: jitfp4 has FP4 weights with 16-bit activations")
+
+
+def _scales_of(quant_scales: Sequence[torch.Tensor], grouped: bool) -> tuple[torch.Tensor, ...]:
+    wanted = _MXFP4 if grouped else _NVFP4
+    if not isinstance(quant_scales, Sequence) or len(quant_scales) != wanted:
+        got = len(quant_scales) if isinstance(quant_scales, Sequence) else type(quant_scales).__name__
+        allowed = f"{_MXFP4} tensors with use_w4_group_scaling, MXFP4, or {_NVFP4} without, NVFP4"
+        raise ArgumentError("quant_scales", got, allowed)
+    for scales in quant_scales:
+        if not isinstance(scales, torch.Tensor):
+            raise ArgumentTypeError("quant_scales", type(scales).__name__, "tensors")
+    return tuple(quant_scales)
+
+
+class _Weights(NamedTuple):
+    """What a layer is made of, as it came."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    scales: tuple[torch.Tensor, ...]
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+    swiglu: tuple[torch.Tensor | None, ...]
+    activation: int
+    ep_size: int
+    ep_rank: int
+
+    def layer(self) -> _Layer:
+        """The prepared layer, from memory if it is there."""
+        tensors = [self.w13, self.w2, *self.scales, self.w13_bias, self.w2_bias, *self.swiglu]
+        key = *map(_identity, tensors), self.activation, self.ep_size, self.ep_rank
+        if (found := _layers.get(key)) is not None and not any(map(StorageWeakRef.expired, found[1])):
+            return found[0]
+        for other, (_, storages) in [*_layers.items()]:
+            if any(map(StorageWeakRef.expired, storages)):
+                del _layers[other]
+        if self.w13.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError("fc1_expert_weights", "weights without a call before this capture", "known weights")
+        try:
+            made = self._prepared()
+        except ArgumentError as error:
+            raise renamed(error, _PREPARATION) from None
+        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor is not None)
+        _layers[key] = made, storages
+        return made
+
+    def _prepared(self) -> _Layer:
+        if self.activation not in list(ActivationType):
+            raise ArgumentError("activation_type", self.activation, ", ".join(map(repr, ActivationType)))
+        gated = self.activation != ActivationType.Relu2
+        prepare = self._mxfp4 if len(self.scales) == _MXFP4 else self._nvfp4
+        experts = prepare("concatenated up,gate" if gated else None)
+        alpha, beta, limit = (
+            None if values is None else _one_value(f"swiglu_{name}", values, experts.experts)
+            for name, values in zip(("alpha", "beta", "limit"), self.swiglu, strict=True)
+        )
+        expert_map = None
+        if self.ep_size > 1:
+            expert_map = torch.full((self.ep_size, experts.experts), -1, dtype=torch.int32, device=self.w13.device)
+            expert_map[self.ep_rank] = torch.arange(experts.experts, device=self.w13.device)
+            expert_map = expert_map.flatten()
+        limit = None if limit == math.inf else limit
+        return _Layer(experts, "swiglu" if gated else "relu2", alpha, beta, limit, expert_map)
+
+    def _mxfp4(self, order: str | None) -> Fp4Experts:
+        codes = [_of("w13", self.w13, torch.uint8), _of("w2", self.w2, torch.uint8)]
+        scales = []
+        for name, weight, folded in zip(("w13_scales", "w2_scales"), codes, self.scales, strict=True):
+            check_contiguous(name, folded)
+            experts, n, half_k = weight.shape
+            wanted = (experts, n // 64, half_k // 64, 16, 16)
+            found = folded.view(torch.uint8) if folded.dim() == len(wanted) else folded
+            if tuple(found.shape) != wanted:
+                allowed = f"{wanted} bytes, from interleave_moe_scales_for_sm90_mixed_gemm()"
+                raise ArgumentError(name, f"shape {tuple(folded.shape)} of {folded.dtype}", allowed)
+            scales.append(deinterleave_scales(found))
+        return prepare_fp4_experts(
+            deinterleave_weights(codes[0]),
+            scales[0],
+            deinterleave_weights(codes[1]),
+            scales[1],
+            order=order,
+            sf_layout=SfLayout.layout_linear,
+            block_size=32,
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+        )
+
+    def _nvfp4(self, order: str | None) -> Fp4Experts:
+        x_scale, scales13, alpha13, h_scale, scales2, alpha2 = self.scales
+        w13, w2 = _of("w13", self.w13, torch.int64), _of("w2", self.w2, torch.int64)
+        for scale in (x_scale, alpha13, h_scale, alpha2):
+            check_dtype("quant_scales", scale, (torch.float32,))
+        return prepare_fp4_experts(
+            w13.view(torch.uint8),
+            _bytes("w13_scales", scales13),
+            w2.view(torch.uint8),
+            _bytes("w2_scales", scales2),
+            order=order,
+            sf_layout=SfLayout.layout_128x4,
+            w13_alpha=_product(alpha13, x_scale),
+            w2_alpha=_product(alpha2, h_scale),
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+        )
+
+
+def _identity(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What tells a tensor from others while its memory lives; the version changes with what is written into it."""
+    if tensor is None:
+        return None
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
+
+
+def _of(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights of an expert, of the type in which FlashInfer takes them."""
+    check_dtype(name, weight, (dtype,))
+    if weight.dim() != 3:
+        raise ArgumentError(name, f"shape {tuple(weight.shape)}", "[experts, n, ...]")
+    check_contiguous(name, weight)
+    return weight
+
+
+def _bytes(name: str, scales: torch.Tensor) -> torch.Tensor:
+    check_dtype(name, scales, (torch.int32,))
+    check_contiguous(name, scales)
+    return scales.view(torch.uint8)
+
+
+def _product(alpha: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Of decode scales [experts] with an encode scale, or with one for each."""
+    if alpha.dim() != 1 or (scale.numel() != 1 and scale.shape != alpha.shape):
+        raise ArgumentError("quant_scales", f"shapes {tuple(alpha.shape)}, {tuple(scale.shape)}", "[experts], and one")
+    return alpha * scale.flatten()
+
+
+def _one_value(name: str, values: torch.Tensor, experts: int) -> float:
+    check_dtype(name, values, (torch.float32,))
+    found = values.unique().tolist()
+    if tuple(values.shape) != (experts,) or len(found) != 1:
+        raise ArgumentError(name, f"shape {tuple(values.shape)}, values {found[:4]}", f"({experts},) of one value")
+    return float(found[0])
+
+
+# ---- beside FlashInfer -----------------------------------------------------------------------------------------------
+
+
+def beside(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """For overlay(): FlashInfer's function, except for layers that FlashInfer has only elsewhere, or not at all.
+
+    jitfp4's are MXFP4 with use_w4_group_scaling, and NVFP4 on GPUs without products of FP4 by FP4, both with 16-bit
+    activations and an activation function that jitfp4 has.
+    """
+    signature = inspect.signature(cutlass_fused_moe)
+
+    def cutlass_fused_moe_beside(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return (cutlass_fused_moe if _serves(given) else theirs)(*args, **kwargs)
+
+    return cutlass_fused_moe_beside
+
+
+def _serves(given: dict[str, Any]) -> bool:
+    x, weight = given["input"], given["fc1_expert_weights"]
+    if x.dtype not in _HALVES or given.get("use_wfp4afp8_humming") or given.get("use_mxfp8_act_scaling"):
+        return False
+    if int(given.get("activation_type", ActivationType.Swiglu)) not in list(ActivationType):
+        return False
+    if given.get("use_w4_group_scaling"):
+        return weight.dtype is torch.uint8 and len(given["quant_scales"]) == _MXFP4
+    if weight.dtype is not torch.int64 or len(given["quant_scales"]) != _NVFP4:
+        return False
+    arch = engine.target_of(x).arch if x.is_cuda else None
+    return arch is None or not (arch.has_tcgen05 or arch.has_scaled_mma)
