@@ -52,7 +52,7 @@ class Fp4ModelRMSNorm(RMSNorm):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``x / sqrt(mean(x * x) + epsilon) * weight``, rounded once, of ``x``, or of ``x`` plus ``residual``."""
         if not (self.by_jitfp4 and self._serves(x, residual)):
-            return super().forward_cuda(x, residual)
+            return super().forward_cuda(x, residual)  # type: ignore[no-any-return]
         if residual is None:
             return rmsnorm(x, self.weight.data, self.variance_epsilon)
         fused_add_rmsnorm(x, residual, self.weight.data, self.variance_epsilon)

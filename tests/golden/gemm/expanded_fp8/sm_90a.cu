@@ -1215,7 +1215,7 @@ template <int kTileM> struct RowScales {
   }
 };
 
-// Where the results of a row of x and a row of the weight go; those of rows of the weight from n on go nowhere. If
+// Where the results of a row of x and a row of the weight go; there are none of rows of the weight from n on. If
 // these are gates and ups, two of them share a column.
 struct Destination {
   const TensorMap& out;
@@ -1224,17 +1224,19 @@ struct Destination {
   bool  gated;
 
   __device__ __forceinline__ void store(uint32 row, const uint8* from) const {
-    if (at.y < n) ptx::tma_store(out, gated ? at.y / 2 : at.y, at.x + row, from);
+    ptx::tma_store(out, gated ? at.y / 2 : at.y, at.x + row, from);
   }
 };
 
 // Writes the kParts parts of a warpgroup's results, in turn through two places in shared memory. `barrier` is the named
-// barrier of the warpgroup.
+// barrier of the warpgroup. A place is free when the store before the last has read it: so a warpgroup without results
+// stages none.
 template <class Results, int kParts, int kPart = 0, int kPlaceBytes>
 __device__ __forceinline__ void write_parts(uint8 (&places)[2][kPlaceBytes], const Destination& to,
                                             const typename Results::Sums& sums, int barrier, uint32 thread,
                                             Affine upper, Affine lower) {
   if constexpr (kPart < kParts) {
+    if (to.at.y >= to.n) return;
     if (thread == 0) ptx::bulk_wait_read<1>();
     ptx::barrier_sync(barrier, 128);
     uint8* const rows = places[kPart % 2];
