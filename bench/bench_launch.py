@@ -108,7 +108,7 @@ def calls() -> dict[str, Call | None]:
         "nvfp4_quantize, outputs given": given,
         "nvfp4_quantize, outputs allocated": lambda: nvfp4_quantize(a, scale),
         "nvfp4_quantize, outputs given, checked": checked(given),
-        "its operator, through torch's dispatcher": lambda: operator(a, scale, q, sf, "nvfp4", 0, False, None, ""),
+        "its operator, through torch's dispatcher": lambda: operator(a, scale, q, sf, "nvfp4", 0, False, 0, None, ""),
         "rmsnorm_fp4quant, outputs given": lambda: rmsnorm_fp4quant(a, weight, normed, norm_sf),
         "rmsnorm_fp4quant, outputs allocated": lambda: rmsnorm_fp4quant(a, weight),
         "nvfp4_quantize, a number as scale": lambda: nvfp4_quantize(a, 2.0, out=q, out_sf=sf),
