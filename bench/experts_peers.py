@@ -6,6 +6,8 @@ vllm_marlin     two files of vLLM, ``_C_stable_libtorch`` and ``_moe_C_stable_li
 humming         humming-kernels, whose compiler needs CUDA's headers
 triton_kernels  MXFP4 alone, as vLLM carries it: its ``third_party`` folder is on the path
 
+``python -m bench.experts_peers`` compiles what humming and triton_kernels compile, into their caches.
+
 Recorded are those of vLLM 0.33.0 and humming-kernels 0.1.19.
 
 ``products`` are both products and the activation behind a routing that was prepared; ``layer`` begins with the ids and
@@ -16,6 +18,7 @@ activation, except in triton_kernels.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -364,7 +367,9 @@ def compile_humming(layers: Sequence[Layer], tokens: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Compiles what peers compile, into their caches: ``python -m bench.experts_peers``, before bench_experts."""
+    """Compile what peers compile, into their caches, before bench_experts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     from bench.bench_experts import LAYERS, TOKENS, make_case
 
     with ThreadPoolExecutor(1) as pool:

@@ -15,6 +15,7 @@ import torch
 
 import jitfp4
 import jitfp4.flashinfer
+from jitfp4.flashinfer.modules import HERE
 from tests.support.attention import Case
 
 
@@ -253,7 +254,8 @@ def test_every_name_is_the_function_of_that_name(name: str, flashinfer: ModuleTy
     module = importlib.import_module(f"flashinfer.{name}")
     assert importlib.util.find_spec(f"flashinfer.{name}") is not None
     for public in module.__all__:
-        assert getattr(module, public) is getattr(jitfp4, public) is getattr(flashinfer, public)
+        home = importlib.import_module(f"jitfp4.flashinfer.{HERE[public]}") if public in HERE else jitfp4
+        assert getattr(module, public) is getattr(home, public) is getattr(flashinfer, public)
     with pytest.raises(AttributeError, match=f"flashinfer.{name}.nothing is not in jitfp4"):
         _ = module.nothing
 
@@ -271,7 +273,8 @@ def test_names_that_are_missing(flashinfer: ModuleType) -> None:
 def test_probes(flashinfer: ModuleType) -> None:
     """vllm/utils/flashinfer.py: has_flashinfer(), has_flashinfer_moe(), has_flashinfer_cutlass_fused_moe()."""
     assert importlib.util.find_spec("flashinfer") is not None
-    assert not hasattr(importlib.import_module("flashinfer.fused_moe"), "cutlass_fused_moe")
+    assert hasattr(importlib.import_module("flashinfer.fused_moe"), "cutlass_fused_moe")
+    assert not hasattr(importlib.import_module("flashinfer.fused_moe"), "trtllm_fp4_block_scale_moe")
     for name in ("fp4_quantize", "nvfp4_block_scale_interleave"):
         assert hasattr(importlib.import_module("flashinfer"), name)
     assert not hasattr(flashinfer, "autotune")

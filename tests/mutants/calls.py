@@ -80,6 +80,24 @@ def gdn_prefill(tactic: PrefillTactic | WgmmaPrefillTactic) -> None:
         jitfp4.chunk_gated_delta_rule(**good_calls()["chunk_gated_delta_rule"]())
 
 
+def gdn_prefill_in_parts() -> None:
+    """Two parts of four chunks, whose states and maps the launch behind joins with the rest."""
+    tokens = 520
+    q, k, v = (random_matrix(tokens, 64, torch.bfloat16, seed).view(tokens, 1, 64) for seed in range(3))
+    gates = torch.rand(tokens, 1, generator=torch.Generator().manual_seed(3))
+    with GATED_DELTA_RULE_PREFILL.forced(WgmmaPrefillTactic(64, divided=True)):
+        jitfp4.chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            1 - gates / 100,
+            gates,
+            output_final_state=True,
+            cu_seqlens=torch.tensor([0, tokens]),
+            use_qk_l2norm_in_kernel=True,
+        )
+
+
 def quantized(call: Callable[[torch.Tensor, torch.Tensor], object], m: int = 10, k: int = 96) -> None:
     call(random_matrix(m, k, torch.bfloat16), torch.tensor([3.0]))
 

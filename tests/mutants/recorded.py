@@ -19,6 +19,8 @@ CONSTANT = {
     "gemm_wide_fp4": (1, 2),
     "norm_rmsnorm_fp4quant": (2,),
     "norm_rows_fp4quant": (2,),
+    "norm_rows_fp8quant": (2,),
+    "conv_causal": (1, 2),
     "kv_rope_append": (3, 4),
     "norm_rmsnorm": (2,),
     "gemm_wide_fp8": (2,),

@@ -46,6 +46,9 @@ _SPILLED = {
     ("norm/rows_fp4quant", "gate=true"): 68,
     # A token's convolution of 8 channels: up to seven registers, so that an SM holds 24 warps.
     ("conv/causal", "vec=8,by_sequence=true"): 14,
+    # Two consumers of 64 rows of a state each: a register, stored once.
+    ("gdn/prefill_parts", "rows=128"): 2,
+    ("gdn/prefill_wgmma", "rows=128"): 2,
     # Convolutions: a register, stored once.
     ("sm_120a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     ("sm_121a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,

@@ -79,6 +79,7 @@ def a_plan() -> tuple[norm.Arguments, Plan]:
         input=A,
         residual=None,
         weight=A[0],
+        gate=None,
         global_scale=None,
         y_fp4=torch.zeros(4, 32, dtype=torch.uint8),
         block_scale=None,

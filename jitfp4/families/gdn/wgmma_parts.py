@@ -18,7 +18,7 @@ _SQUARE_BYTES = CHUNK * CHUNK * 2
 
 PARAMETERS = (
     *OF_PREFILL,
-    Ptr("part_states", "uint8", "[places of parts, heads, V + K, K] float32, where sequences are divided"),
+    Ptr("part_states", "uint8", "[places of parts, heads, V + K, K] float32, of parts"),
     I64("part_chunks", "of a part"),
     I64("sequences"),
 )

@@ -352,10 +352,10 @@ struct Operands {
   const void* slots;
   int64 cu_seqlens_bytes;
   int64 tokens;
+  int64 pool;
   uint32 heads;
   int64 part_chunks;
   int state_bytes;
-  int64 pool;
   int slot_bytes;
   int64 initial_stride;
 };
@@ -364,23 +364,23 @@ struct alignas(16) Shared { float state[kHeadDim][kRows]; };
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) gdn_prefill_join(
-    float* __restrict__ part_states,          // [places of parts, heads, V + K, K]; the first V rows become states before parts
+    float* __restrict__ part_states,          // [places of parts, heads, V + K, K]; V rows become states before
     const void* __restrict__ cu_seqlens,      // [sequences + 1], integers of cu_seqlens_bytes
     const uint8* __restrict__ initial_state,  // [pool, heads, V, K] of state_bytes; null: 0
     const void* __restrict__ slots,           // [sequences], of slot_bytes; outside the pool: skipped
     int64 cu_seqlens_bytes,                   // 4 or 8
     int64 tokens,                             // of all sequences
+    int64 pool,                               // slots
     int64 heads,
     int64 part_chunks,                        // of a part
     int64 state_bytes,                        // 4: float32; 2: bf16
-    int64 pool,                               // slots
     int64 slot_bytes,                         // 0, 4 or 8; 0: sequence n uses slot n
     int64 initial_stride                      // elements of a slot
 
 ) {
   __shared__ Shared shared;
-  const Operands p = {part_states, cu_seqlens, initial_state, slots, cu_seqlens_bytes, tokens, uint32(heads), part_chunks,
-      int(state_bytes), pool, int(slot_bytes), initial_stride};
+  const Operands p = {part_states, cu_seqlens, initial_state, slots, cu_seqlens_bytes, tokens, pool, uint32(heads),
+      part_chunks, int(state_bytes), int(slot_bytes), initial_stride};
   const int column = threadIdx.x % kHeadDim, row = threadIdx.x / kHeadDim * 4;
   const int head = int(blockIdx.x / kTiles % p.heads), tile = blockIdx.x % kTiles * kRows;
   const int64 n = blockIdx.x / kTiles / p.heads, size = p.part_chunks * kChunk;

@@ -1311,7 +1311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_wgmma(
     int64 checkpoint_every,                      // tokens, a multiple of kChunk; 0: none
     int64 checkpoint_count,
     int64 start_bytes,                           // 4 or 8
-    uint8* __restrict__ part_states,             // [places of parts, heads, V + K, K] float32, where sequences are divided
+    uint8* __restrict__ part_states,             // [places of parts, heads, V + K, K] float32, of parts
     int64 part_chunks,                           // of a part
     int64 sequences
 ) {

@@ -3,8 +3,8 @@
 //
 // Behind the product that makes queries, keys and values: rotates queries and keys by their positions, where weights
 // are given after an RMSNorm of each head, and writes keys and values into a paged cache. A row is one head of one
-// token. A lane takes a unit of a row, and kLanes lanes share the row, of which the last may have none. Every value is rounded to 16 bits after the norm
-// and after the rotation, so that the result is that of the same steps one by one.
+// token. A lane takes a unit of a row, and kLanes lanes share the row, of which the last may have none. Every value is
+// rounded to 16 bits after the norm and after the rotation, so that the result is that of the same steps one by one.
 // Grid: x over rows, in the order of tokens, and for each token its heads of queries, keys and values.
 
 // ---- partials/arch ---------------------------------------------------------

@@ -376,8 +376,8 @@ struct Nvfp4Codes {
 // The bits of a recipe.
 constexpr int64 kSquares = 2, kFastMath = 4, kSmallScales = 8;  // the last: e4m3_max is 256, otherwise 448
 
-// v / divisor, which is 1, 1536 or 2688, correctly rounded. With kInside, where no step is near overflow or underflow, it
-// is an approximation that its remainder corrects.
+// v / divisor, which is 1, 1536 or 2688, correctly rounded. With kInside, where no step is near overflow or underflow,
+// it is an approximation that its remainder corrects.
 template <bool kInside> __device__ __forceinline__ float quotient(float v, float divisor) {
   if constexpr (!kInside) return v / divisor;
   const float inverse = 1.0f / divisor, near = v * inverse;
@@ -654,7 +654,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) quantize_per_to
       uint8 b;
       uint2 codes;
       if constexpr (kFourOverSix) {
-        const Nvfp4Codes better = FourOverSix<true>(four_over_six, g, amax).template operator()<In>(raw[v], unit_amax[v]);
+        const FourOverSix<true> quantized(four_over_six, g, amax);
+        const Nvfp4Codes better = quantized.template operator()<In>(raw[v], unit_amax[v]);
         codes = better.codes, b = better.scale;
       } else {
         b     = encode_e4m3(unit_amax[v] * sixth);
