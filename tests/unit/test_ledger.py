@@ -49,6 +49,8 @@ _SPILLED = {
     # Two consumers of 64 rows of a state each: a register, stored once.
     ("gdn/prefill_parts", "rows=128"): 2,
     ("gdn/prefill_wgmma", "rows=128"): 2,
+    # One consumer, of sequences in parts: addresses of its stages.
+    ("gdn/prefill_wgmma", "rows=64,divided=true"): 47,
     # Convolutions: a register, stored once.
     ("sm_120a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     ("sm_121a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
