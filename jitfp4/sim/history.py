@@ -109,6 +109,8 @@ class History:
 
     def touched_before(self, data: Array) -> None:
         """Declare that the grid before this one reads and writes an array."""
+        if not data.size:
+            return
         self.cover([data])
         cells, first = self.of_data(data)
         where = cells.of_range(first, data.nbytes)

@@ -165,7 +165,7 @@ def test_a_position_outside_gives_nan_and_nothing_else_changes(simulated: bool) 
 
 
 BAD: list[tuple[str, dict[str, Any]]] = [
-    ("query", {"query": torch.zeros(5, 6, 80, dtype=torch.bfloat16)}),
+    ("query", {"query": torch.zeros(5, 6, 72, dtype=torch.bfloat16)}),
     ("key", {"key": torch.zeros(4, 2, 128, dtype=torch.bfloat16)}),
     ("value", {"value": torch.zeros(5, 2, 128, dtype=torch.float16)}),
     ("positions", {"positions": torch.zeros(4, dtype=torch.int64)}),

@@ -80,12 +80,12 @@ def gdn_prefill(tactic: PrefillTactic | WgmmaPrefillTactic) -> None:
         jitfp4.chunk_gated_delta_rule(**good_calls()["chunk_gated_delta_rule"]())
 
 
-def gdn_prefill_in_parts() -> None:
-    """Two parts of four chunks, whose states and maps the launch behind joins with the rest."""
+def gdn_prefill_long(tactic: WgmmaPrefillTactic) -> None:
+    """Nine chunks: each stage is filled again, and there are two parts whose states are joined with the rest."""
     tokens = 520
     q, k, v = (random_matrix(tokens, 64, torch.bfloat16, seed).view(tokens, 1, 64) for seed in range(3))
     gates = torch.rand(tokens, 1, generator=torch.Generator().manual_seed(3))
-    with GATED_DELTA_RULE_PREFILL.forced(WgmmaPrefillTactic(64, divided=True)):
+    with GATED_DELTA_RULE_PREFILL.forced(tactic):
         jitfp4.chunk_gated_delta_rule(
             q,
             k,

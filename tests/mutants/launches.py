@@ -94,10 +94,14 @@ KERNELS: dict[str, Launch] = {
     "gdn, chunk": Launch("gdn_chunk", lambda: calls.gdn(ChunkTactic(2), 5, 64)),
     "gdn, prefill": Launch("gdn_prefill", lambda: calls.gdn_prefill(PrefillTactic(32, 2))),
     "gdn, prefill on warpgroups": Launch(
-        "gdn_prefill_wgmma", lambda: calls.gdn_prefill(WgmmaPrefillTactic(64)), HOPPER
+        "gdn_prefill_wgmma", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64)), HOPPER
     ),
-    "gdn, prefill in parts": Launch("gdn_prefill_parts", calls.gdn_prefill_in_parts, HOPPER),
-    "gdn, prefill joined": Launch("gdn_prefill_join", calls.gdn_prefill_in_parts, HOPPER),
+    "gdn, prefill in parts": Launch(
+        "gdn_prefill_parts", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64, divided=True)), HOPPER
+    ),
+    "gdn, prefill joined": Launch(
+        "gdn_prefill_join", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64, divided=True)), HOPPER
+    ),
     "gdn, prefill in one stage": Launch("gdn_prefill", lambda: calls.gdn_prefill(PrefillTactic(16, 1))),
     "gdn, chunk ahead": Launch("gdn_chunk", lambda: calls.gdn(ChunkTactic(4, ahead=4), 16, 64)),
     "gdn, prefill products": Launch("gdn_prefill_products", lambda: calls.gdn_prefill(WgmmaPrefillTactic(64)), HOPPER),
