@@ -1,4 +1,4 @@
-"""A decode step in one launch: against the single functions in turn, races, launches that follow, and what is refused."""
+"""A decode step in one launch: against the single functions in turn, races, later launches, and what is refused."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class Model(NamedTuple):
     tokens: int
 
     @staticmethod
-    def random(
-        device: str, hidden: int, heads: int, kv_heads: int, inter: int, layers: int, tokens: int
-    ) -> Model:
+    def random(device: str, hidden: int, heads: int, kv_heads: int, inter: int, layers: int, tokens: int) -> Model:
         rng = torch.Generator().manual_seed(tokens)
 
         def ints(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -72,8 +70,8 @@ class Model(NamedTuple):
             "x": torch.randn(1, hidden, generator=rng).bfloat16().to(device),
             "kv_cache": ints(0, 256, *shape, 64),
             "kv_cache_sf": ints(0x30, 0x38, *shape, 8),
-            "block_table": torch.randperm(pages + 1, generator=rng)[:pages].int().view(1, -1).to(device),
-            "seq_len": torch.tensor([tokens], dtype=torch.int32, device=device),
+            "block_tables": torch.randperm(pages + 1, generator=rng)[:pages].int().view(1, -1).to(device),
+            "seq_lens": torch.tensor([tokens], dtype=torch.int32, device=device),
             "cos_sin_cache": torch.randn(tokens + 1, 128, generator=rng).clamp(-1, 1).to(device),
         }
         return Model(step, call, tokens)
@@ -82,7 +80,7 @@ class Model(NamedTuple):
         """The same step by single functions, on other caches."""
         call, step, problem = self.call, self.step, self.step.problem
         device, position = call["x"].device, self.tokens - 1
-        page = call["block_table"][0, position // 64].long()
+        page = call["block_tables"][0, position // 64].long()
         h = call["x"]
         for layer in range(len(step.data)):
             qkv, o, gate_up, down = step.weights(layer)
@@ -103,7 +101,7 @@ class Model(NamedTuple):
             )
             attended = trtllm_batch_decode_with_kv_cache(
                 *(rotated, cache, torch.zeros(32 << 20, dtype=torch.uint8, device=device)),
-                *(call["block_table"], call["seq_len"], self.tokens, 128**-0.5),
+                *(call["block_tables"], call["seq_lens"], self.tokens, 128**-0.5),
                 kv_layout="HND",
                 kv_cache_sf=sf,
                 v_scale_layout="linear",
@@ -185,8 +183,8 @@ def test_what_is_refused(tiny: Model) -> None:
         ("x", call["x"].expand(2, -1)),
         ("kv_cache", call["kv_cache"][:1]),
         ("kv_cache_sf", call["kv_cache_sf"][..., :4]),
-        ("block_table", call["block_table"][0]),
-        ("seq_len", call["seq_len"].long()),
+        ("block_tables", call["block_tables"][0]),
+        ("seq_lens", call["seq_lens"].long()),
         ("cos_sin_cache", call["cos_sin_cache"][:, :64]),
     ):
         with pytest.raises(ArgumentError, match=name):

@@ -102,6 +102,7 @@ _UPDATED = {
     "gated_delta_rule_decode": ("state",),
     "causal_conv1d_fn": ("conv_states",),
     "causal_conv1d_update": ("conv_state",),
+    "DecodeStep.run": ("kv_cache", "kv_cache_sf"),
 }
 """What functions write in place that is no output."""
 

@@ -45,7 +45,8 @@ from tests.support.sample import some
 DEVICE = "cuda"
 SIMULATED_CTAS = 200  # of a grid; of a larger one, the batches at its start, middle and end
 SAMPLE = 8  # cases of a kernel without --all
-ELSEWHERE = "experts/"  # tests/families/test_experts.py holds the GPU and the simulator against float64
+# tests/families/test_experts.py and test_step.py hold the GPU and the simulator against references
+ELSEWHERE = ("experts/", "step/")
 COMPLETE = ("quantize/", "gdn/chunk", "gdn/delta_rule")  # with --all, their cases launch every specialisation
 
 PREFILL = {torch.bfloat16: 2**-7, torch.float32: 2**-7}  # left operands are rounded to 16 bits

@@ -13,6 +13,7 @@ from jitfp4.families.step.kernels.decode import specialise
 from jitfp4.families.step.operation import DECODE_STEP, weights_of
 from jitfp4.families.step.problem import HEAD_DIM, PAGE, Problem
 from jitfp4.formats import NVFP4
+from jitfp4.public import checked, public
 from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, output
 from jitfp4.weight import TILE_COLS, Fp4Weight
 
@@ -32,6 +33,7 @@ class DecodeStep:
     must follow each other. A call can be captured in a CUDA graph.
     """
 
+    @checked
     def __init__(
         self,
         qkv: Sequence[Fp4Weight],
@@ -60,8 +62,10 @@ class DecodeStep:
             ArgumentError, ArgumentTypeError: for what does not fit together.
             UnsupportedArchError: the GPU has no kernel for the model, or fewer SMs than it needs.
         """
-        layers = [list(of) for of in (qkv, o, gate_up, down)]
+        layers = (qkv, o, gate_up, down)
         for name, of in zip(_NAMES, layers, strict=True):
+            if not isinstance(of, (list, tuple)):
+                raise ArgumentTypeError(name, type(of).__name__, "a list or tuple of Fp4Weight")
             for weight in of:
                 if not isinstance(weight, Fp4Weight):
                     raise ArgumentTypeError(name, type(weight).__name__, "a sequence of Fp4Weight")
@@ -83,14 +87,15 @@ class DecodeStep:
                     gated = ", gates and ups together" if name == "gate_up" else ""
                     raise ArgumentError(name, f"{got[:2]}, {weight.format.name}", f"({n}, {k}), NVFP4{gated}")
         first = layers[0][0].data
-        self._check("norms", norms, torch.bfloat16, (len(layers[0]), 2, self.problem.hidden), first)
-        self._check("alphas", alphas, torch.float32, (len(layers[0]), 4), first)
+        _check("norms", norms, torch.bfloat16, (len(layers[0]), 2, self.problem.hidden), first)
+        _check("alphas", alphas, torch.float32, (len(layers[0]), 4), first)
         if first.is_cuda:
-            self._check_device(target_of(first), first.device)
+            _check_sms(self.problem, target_of(first), first.device)
         self.norms, self.alphas, self.eps = norms, alphas, float(eps)
         self.data = torch.stack([torch.cat([w.data.flatten() for w in layer]) for layer in zip(*layers, strict=True)])
         self._state = torch.zeros(self.problem.state_words, dtype=torch.int64, device=first.device)
 
+    @checked
     def weights(self, layer: int) -> tuple[Fp4Weight, Fp4Weight, Fp4Weight, Fp4Weight]:
         """The prepared weights of a layer, for other functions: views, so what they were made from can be dropped."""
         if not 0 <= layer < len(self.data):
@@ -98,13 +103,14 @@ class DecodeStep:
         qkv, o, gate_up, down = weights_of(self.data[layer], self.problem)
         return qkv, o, gate_up, down
 
+    @checked
     def run(
         self,
         x: torch.Tensor,
         kv_cache: torch.Tensor,
         kv_cache_sf: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_len: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
         cos_sin_cache: torch.Tensor,
         *,
         sm_scale: float | None = None,
@@ -118,8 +124,8 @@ class DecodeStep:
             kv_cache: uint8 [layers, 2, pages, kv_heads, 64, 64], contiguous: codes of keys and of values, pages of 64
                 tokens; those of the token are written. The global scales are 1.
             kv_cache_sf: uint8 or float8_e4m3fn [layers, 2, pages, kv_heads, 64, 8], contiguous: block scales, likewise.
-            block_table: int32 [1, n], contiguous: the pages of the request.
-            seq_len: int32 [1]: its tokens with the new one, 1 to 64 n.
+            block_tables: int32 [1, n], contiguous: the pages of the request.
+            seq_lens: int32 [1]: its tokens with the new one, 1 to 64 n.
             cos_sin_cache: float32 [max_position, 128], contiguous: 64 cosines, then 64 sines.
             sm_scale: the factor of logits; None: 128^-0.5.
             out: bf16 [1, hidden] to fill in place; allocated when None.
@@ -132,58 +138,96 @@ class DecodeStep:
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        problem, layers = self.problem, len(self.data)
-        self._check("x", x, torch.bfloat16, (1, problem.hidden), self.data)
-        check_dtype("kv_cache", kv_cache, (torch.uint8,))
-        if kv_cache.dim() != 6 or kv_cache.shape[2] == 0:
-            raise ArgumentError("kv_cache", f"shape {tuple(kv_cache.shape)}", "[layers, 2, pages, kv_heads, 64, 64]")
-        paged = (layers, 2, kv_cache.shape[2], problem.kv_heads, PAGE)
-        self._check("kv_cache", kv_cache, torch.uint8, (*paged, HEAD_DIM // 2), self.data)
-        check_dtype("kv_cache_sf", kv_cache_sf, (torch.uint8, torch.float8_e4m3fn))
-        self._check("kv_cache_sf", kv_cache_sf, kv_cache_sf.dtype, (*paged, HEAD_DIM // 16), self.data)
-        if block_table.dim() != 2 or block_table.shape[1] == 0:
-            raise ArgumentError("block_table", f"shape {tuple(block_table.shape)}", "[1, n]")
-        self._check("block_table", block_table, torch.int32, (1, block_table.shape[1]), self.data)
-        self._check("seq_len", seq_len, torch.int32, (1,), self.data)
-        if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[0] == 0:
-            raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", f"[max_position, {HEAD_DIM}]")
-        self._check("cos_sin_cache", cos_sin_cache, torch.float32, (cos_sin_cache.shape[0], HEAD_DIM), self.data)
-        result = output("out", out, (1, problem.hidden), (torch.bfloat16,), like=x)
-        DECODE_STEP(
-            Arguments(
-                x=x,
-                weights=self.data,
-                norms=self.norms,
-                alphas=self.alphas,
-                cache=kv_cache,
-                cache_sf=kv_cache_sf.view(torch.uint8),
-                block_table=block_table,
-                seq_len=seq_len,
-                cos_sin=cos_sin_cache,
-                state=self._state,
-                out=result,
-                heads=problem.heads,
-                inter=problem.inter,
-                eps=self.eps,
-                scale=HEAD_DIM**-0.5 if sm_scale is None else float(sm_scale),
-                enable_pdl=enable_pdl,
-            )
+        return _run(
+            x,
+            kv_cache,
+            kv_cache_sf,
+            block_tables,
+            seq_lens,
+            cos_sin_cache,
+            self.data,
+            self.norms,
+            self.alphas,
+            self._state,
+            *(self.problem.heads, self.problem.kv_heads, self.problem.inter),
+            *(self.eps, HEAD_DIM**-0.5 if sm_scale is None else sm_scale),
+            out=out,
+            enable_pdl=enable_pdl,
         )
-        return result
 
-    @staticmethod
-    def _check(
-        name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor
-    ) -> None:
-        check_dtype(name, tensor, (dtype,))
-        check_device(name, tensor)
-        if tuple(tensor.shape) != shape:
-            raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{shape}")
-        check_contiguous(name, tensor)
-        check_same_device(name, tensor, like)
 
-    def _check_device(self, target: Target, device: torch.device) -> None:
-        ctas = specialise(self.problem, DECODE_STEP.select(self.problem, target.arch)).ctas
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        if ctas > sms:
-            raise UnsupportedArchError(f"a step of this model needs {ctas} SMs, and {target.gpu} has {sms}")
+@public
+def _run(
+    x: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_sf: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    weights: torch.Tensor,
+    norms: torch.Tensor,
+    alphas: torch.Tensor,
+    state: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    inter: int,
+    eps: float,
+    sm_scale: float,
+    *,
+    out: torch.Tensor | None,
+    enable_pdl: bool | None,
+) -> torch.Tensor:
+    """DecodeStep.run(), as a function of tensors and numbers."""
+    layers, _, hidden = norms.shape
+    _check("x", x, torch.bfloat16, (1, hidden), weights)
+    if kv_cache.dim() != 6 or kv_cache.shape[2] == 0:
+        raise ArgumentError("kv_cache", f"shape {tuple(kv_cache.shape)}", "[layers, 2, pages, kv_heads, 64, 64]")
+    paged = (layers, 2, kv_cache.shape[2], kv_heads, PAGE)
+    _check("kv_cache", kv_cache, torch.uint8, (*paged, HEAD_DIM // 2), weights)
+    check_dtype("kv_cache_sf", kv_cache_sf, (torch.uint8, torch.float8_e4m3fn))
+    _check("kv_cache_sf", kv_cache_sf, kv_cache_sf.dtype, (*paged, HEAD_DIM // 16), weights)
+    if block_tables.dim() != 2 or block_tables.shape[1] == 0:
+        raise ArgumentError("block_tables", f"shape {tuple(block_tables.shape)}", "[1, n]")
+    _check("block_tables", block_tables, torch.int32, (1, block_tables.shape[1]), weights)
+    _check("seq_lens", seq_lens, torch.int32, (1,), weights)
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[0] == 0:
+        raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", f"[max_position, {HEAD_DIM}]")
+    _check("cos_sin_cache", cos_sin_cache, torch.float32, (cos_sin_cache.shape[0], HEAD_DIM), weights)
+    result = output("out", out, (1, hidden), (torch.bfloat16,), like=x)
+    DECODE_STEP(
+        Arguments(
+            x=x,
+            weights=weights,
+            norms=norms,
+            alphas=alphas,
+            kv_cache=kv_cache,
+            kv_cache_sf=kv_cache_sf.view(torch.uint8),
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            cos_sin_cache=cos_sin_cache,
+            state=state,
+            out=result,
+            heads=heads,
+            inter=inter,
+            eps=eps,
+            scale=sm_scale,
+            enable_pdl=enable_pdl,
+        )
+    )
+    return result
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    check_dtype(name, tensor, (dtype,))
+    check_device(name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{shape}")
+    check_contiguous(name, tensor)
+    check_same_device(name, tensor, like)
+
+
+def _check_sms(problem: Problem, target: Target, device: torch.device) -> None:
+    ctas = specialise(problem, DECODE_STEP.select(problem, target.arch)).ctas
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if ctas > sms:
+        raise UnsupportedArchError(f"a step of this model needs {ctas} SMs, and {target.gpu} has {sms}")

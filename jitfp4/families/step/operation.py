@@ -18,7 +18,7 @@ from jitfp4.weight import TILE_COLS, TILE_ROWS, Fp4Weight, tile_bytes
 
 def problem_of(arguments: Arguments) -> Problem:
     """The sizes of a model."""
-    return Problem(arguments.x.shape[1], arguments.heads, arguments.cache.shape[3], arguments.inter)
+    return Problem(arguments.x.shape[1], arguments.heads, arguments.kv_cache.shape[3], arguments.inter)
 
 
 def weights_of(layer: torch.Tensor, problem: Problem) -> list[Fp4Weight]:
@@ -34,16 +34,16 @@ def weights_of(layer: torch.Tensor, problem: Problem) -> list[Fp4Weight]:
 
 def _attend(a: Arguments, layer: int, qkv: torch.Tensor) -> torch.Tensor:
     """Rotates, appends, and attends: [1, heads * 128] of [1, (heads + 2 kv_heads) * 128]."""
-    kv_heads, tokens = a.cache.shape[3], int(a.seq_len)
+    kv_heads, tokens = a.kv_cache.shape[3], int(a.seq_lens)
     rows = qkv.unflatten(1, (-1, HEAD_DIM))
     query, key, value = rows.split((a.heads, kv_heads, kv_heads), 1)
     position = torch.tensor([tokens - 1])
-    query, key = (rope.rotate(x, a.cos_sin, position, is_neox=True) for x in (query, key))
+    query, key = (rope.rotate(x, a.cos_sin_cache, position, is_neox=True) for x in (query, key))
     one = torch.ones(1)
-    pages = a.block_table[0, : ceil_div(tokens, PAGE)].long()
+    pages = a.block_tables[0, : ceil_div(tokens, PAGE)].long()
     sides = []
     for side, row in enumerate((key, value)):
-        codes, scales = a.cache[layer, side], a.cache_sf[layer, side]
+        codes, scales = a.kv_cache[layer, side], a.kv_cache_sf[layer, side]
         new = kv.quantize(row[0], one)
         token = (tokens - 1) % PAGE
         codes[pages[-1], :, token], scales[pages[-1], :, token] = new
@@ -76,6 +76,6 @@ DECODE_STEP = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="out",
-    aligned=("x", "weights", "norms", "cache", "cache_sf", "cos_sin", "state", "out"),
-    exclusive=("cache", "cache_sf", "state", "out"),
+    aligned=("x", "weights", "norms", "kv_cache", "kv_cache_sf", "cos_sin_cache", "state", "out"),
+    exclusive=("kv_cache", "kv_cache_sf", "state", "out"),
 )

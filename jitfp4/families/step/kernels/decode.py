@@ -12,7 +12,7 @@ from jitfp4.formats import NVFP4
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
-from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
+from jitfp4.weight import TILE_COLS, tile_bytes
 
 _WARPS, _BLOCK = 16, 16  # of a CTA; rows of a block
 _LOG2_E = 1.4426950408889634
@@ -118,17 +118,17 @@ def _bind(arguments: Arguments, _plan: Plan) -> dict[str, Any]:
         "weights": a.weights,
         "norms": a.norms,
         "alphas": a.alphas,
-        "cache": a.cache,
-        "cache_sf": a.cache_sf,
-        "block_table": a.block_table,
-        "seq_len": a.seq_len,
-        "cos_sin": a.cos_sin,
+        "cache": a.kv_cache,
+        "cache_sf": a.kv_cache_sf,
+        "block_table": a.block_tables,
+        "seq_len": a.seq_lens,
+        "cos_sin": a.cos_sin_cache,
         "state": a.state,
         "out": a.out,
         "layers": a.weights.shape[0],
-        "num_pages": a.cache.shape[2],
-        "table_pages": a.block_table.shape[1],
-        "max_position": a.cos_sin.shape[0],
+        "num_pages": a.kv_cache.shape[2],
+        "table_pages": a.block_tables.shape[1],
+        "max_position": a.cos_sin_cache.shape[0],
         "eps": a.eps,
         "scale": a.scale * _LOG2_E,
     }
