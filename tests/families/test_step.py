@@ -171,7 +171,7 @@ def test_what_is_refused(tiny: Model) -> None:
     norms, alphas = step.norms[:1], step.alphas[:1]
     with pytest.raises(ArgumentError, match="heads"):
         DecodeStep(qkv, o, gate_up, down, norms, alphas, **sizes | {"heads": 9})
-    with pytest.raises(ArgumentError, match="o: got"):
+    with pytest.raises(ArgumentError, match="o, heads, kv_heads: got"):
         DecodeStep(qkv, down, gate_up, down, norms, alphas, **sizes)
     with pytest.raises(ArgumentError, match="gate_up"):
         DecodeStep(qkv, o, [], down, norms, alphas, **sizes)

@@ -215,7 +215,7 @@ _LEGAL = {
     ("named", "without bias2"),
     *itertools.product(("expert_map",), ("one element too many", "one element too few")),  # any number of experts
     ("w13_alpha", "one element too few"),  # one for both halves
-    *itertools.product(("expert", "null_block_id"), ("0",)),
+    *itertools.product(("expert", "layer", "null_block_id"), ("0",)),
     *itertools.product(("null_block_id",), ("-16", "7")),  # a slot that is none
     ("pad_slot_id", "-16"),
     *itertools.product(("max_query_len",), ("0", "-16")),  # not used

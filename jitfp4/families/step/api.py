@@ -75,7 +75,7 @@ class DecodeStep:
             if not isinstance(number, int) or isinstance(number, bool):
                 raise ArgumentTypeError(name, type(number).__name__, "an int")
         if kv_heads < 1 or heads % kv_heads or not 0 < heads // kv_heads <= 8:
-            raise ArgumentError("heads", heads, f"a multiple of kv_heads, {kv_heads}, 1 to 8 times as many")
+            raise ArgumentError("heads, kv_heads", f"{heads}, {kv_heads}", "1 to 8 heads for each KV head")
         self.problem = Problem(layers[0][0].k, heads, kv_heads, layers[3][0].k)
         for name, size in (("qkv", self.problem.hidden), ("down", self.problem.inter)):
             if size % TILE_COLS:
@@ -85,7 +85,8 @@ class DecodeStep:
                 got = weight.n, weight.k, weight.format is NVFP4, weight.gated
                 if got != (n, k, True, name == "gate_up"):
                     gated = ", gates and ups together" if name == "gate_up" else ""
-                    raise ArgumentError(name, f"{got[:2]}, {weight.format.name}", f"({n}, {k}), NVFP4{gated}")
+                    names = f"{name}, heads, kv_heads" if name in ("qkv", "o") else name
+                    raise ArgumentError(names, f"{got[:2]}, {weight.format.name}", f"({n}, {k}), NVFP4{gated}")
         first = layers[0][0].data
         _check("norms", norms, torch.bfloat16, (len(layers[0]), 2, self.problem.hidden), first)
         _check("alphas", alphas, torch.float32, (len(layers[0]), 4), first)
