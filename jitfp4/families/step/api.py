@@ -90,7 +90,7 @@ class DecodeStep:
         first = layers[0][0].data
         _check("norms", norms, torch.bfloat16, (len(layers[0]), 2, self.problem.hidden), first)
         _check("alphas", alphas, torch.float32, (len(layers[0]), 4), first)
-        if first.is_cuda:
+        if first.device.type == "cuda":
             _check_sms(self.problem, target_of(first), first.device)
         self.norms, self.alphas, self.eps = norms, alphas, float(eps)
         self.data = torch.stack([torch.cat([w.data.flatten() for w in layer]) for layer in zip(*layers, strict=True)])

@@ -1060,8 +1060,8 @@ __device__ __forceinline__ int first_block(int product, int cta) { return blocks
 __device__ __forceinline__ int blocks_at(int at, int last) { return at % 2 != 0 || at + 1 == last ? 1 : 2; }
 
 // ---- weights ---------------------------------------------------------------
-// The pieces of a warp in a layer, two blocks of 16 rows by 128 columns, in the order of their use: of each, the product,
-// the block in its tile, whether there are two, and the number of the tile.
+// The pieces of a warp in a layer, two blocks of 16 rows by 128 columns, in the order of their use. Of each, a word has
+// the product, the block in its tile, whether there are two, and the number of the tile.
 constexpr int kMaxPieces = 39;  // and one word for their number
 
 __device__ __forceinline__ int plan_pieces(uint32* plan, int warp) {
