@@ -5,7 +5,9 @@ Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate f
 A step is one CUDA graph: for each layer RMSNorm, the product for queries, keys and values, their rotation with the
 append to an NVFP4 cache, attention, its product, RMSNorm, and the MLP; then the head in bf16. Weights are random, in
 NVFP4, and made on the device. A step is ``separate`` (norms add residuals, and torch.compile makes SwiGLU), ``fused``
-(both in the epilogues of products), or ``broken`` (as fused, without dependent launches).
+(both in the epilogues of products), ``broken`` (as fused, without dependent launches), or ``persistent``: DecodeStep,
+whose one launch takes the place of all layers, for cells of one request. Its row says nothing of parts but the head,
+and the time of the layers' launch.
 
 ``step.csv`` has a line for each step: its time; ``bound_ms``, the time to read its bytes once (weights, keys, values)
 at the read bandwidth of the same run, and ``of_roof``, their ratio; and for parts of a step, the time of a graph of
@@ -31,6 +33,7 @@ from torch.nn import functional
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4 import (
+    DecodeStep,
     Fp4Weight,
     fused_add_rmsnorm,
     mm_bf16_fp4,
@@ -83,6 +86,7 @@ PARTS = {
     "append": ("rope_append",),
     "glue": ("norm", "activation", "norm_mlp", "norm_head"),
     "head": ("head",),
+    "layers": ("layers",),
 }
 
 
@@ -94,6 +98,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {"separate": Kind(fused=False), "fused": Kind(), "broken": Kind(pdl=False)}
+PERSISTENT = "persistent"
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -219,6 +224,21 @@ class Step:
         yield self._norm("norm_head", last, "down", kind)
         yield Launch("head", last, lambda: torch.mm(first, self.model.head.T, out=self.logits))
 
+    def persistent(self) -> Iterator[Launch]:
+        """One launch for all layers, on copies of weights and caches, then the norm and the head."""
+        layers, sizes = self.model.layers, self.model.sizes
+        norms = self.model.norm.expand(len(layers), 2, -1).contiguous()
+        alphas = torch.cat([self.model.alphas[name] for name in PARTS["products"]]).expand(len(layers), -1).contiguous()
+        weights = [[layer[name] for layer in layers] for name in ("qkv", "o")]
+        weights += [self.model.gated, [layer["down"] for layer in layers]]
+        step = DecodeStep(*weights, norms, alphas, heads=sizes.heads, kv_heads=sizes.kv_heads, eps=1e-5)
+        data = torch.stack([torch.stack(cache.data) for cache in self.caches])
+        scales = torch.stack([torch.stack(cache.scales) for cache in self.caches])
+        x, out = torch.randn_like(self.outputs["down"]), self.outputs["down"]
+        place = self.tables, self.lengths, self.model.cos_sin
+        yield Launch("layers", 0, lambda: step.run(x, data, scales, *place, out=out))
+        yield from (launch for launch in self.launches(Kind()) if launch.layer == len(layers))
+
     def _norm(self, name: str, layer: int, of: str, kind: Kind) -> Launch:
         x, weight = self.outputs[of], self.model.norm
         if kind.fused:
@@ -317,15 +337,17 @@ def read_bandwidth() -> float:
 
 
 def step_us(launches: Collection[Launch], names: Collection[str]) -> float:
-    """Of a graph of the launches with these names."""
-    return replay_us(graph_of([launch.call for launch in launches if launch.name in names]))
+    """Of a graph of the launches with these names; 0 where there are none."""
+    calls = [launch.call for launch in launches if launch.name in names]
+    return replay_us(graph_of(calls)) if calls else 0.0
 
 
-def measure(step: Step, kind: Kind, bandwidth: float) -> dict[str, object]:
+def measure(step: Step, name: str, bandwidth: float) -> dict[str, object]:
     """A step, and its parts."""
-    launches = list(step.launches(kind))
+    launches = list(step.persistent() if name == PERSISTENT else step.launches(KINDS[name]))
     names = dict.fromkeys(launch.name for launch in launches)
-    us, bound = step_us(launches, names), sum(map(step.bytes_of, names)) / bandwidth
+    read = [*PARTS["products"], "attention", "head"]
+    us, bound = step_us(launches, names), sum(map(step.bytes_of, read)) / bandwidth
     parts = {part: step_us(launches, [name for name in names if name in of]) for part, of in PARTS.items()}
     row: dict[str, object] = {"ms": round(us / 1e3, 4), "tokens_per_s": round(1e6 * step.batch / us, 1)}
     row |= {"bound_ms": round(bound / 1e3, 4), "of_roof": round(bound / us, 3)}
@@ -369,7 +391,8 @@ def timeline(step: Step, kind: Kind, bandwidth: float) -> Iterator[dict[str, obj
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--step", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--step", nargs="+", choices=[*KINDS, PERSISTENT], default=[*KINDS, PERSISTENT])
+    parser.add_argument("--cells", nargs="+", type=int, default=range(len(CELLS)), help="numbers of CELLS")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
@@ -378,18 +401,21 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e6:.2f} TB/s", flush=True)
     for name in options.model:
         model = Model(MODELS[name])
-        for batch, context in CELLS:
+        for batch, context in (CELLS[number] for number in options.cells):
             step = Step(model, batch, context)
             for kind in options.step:
+                if kind == PERSISTENT and batch > 1:
+                    continue
                 row = {"model": name, "batch": batch, "context": context, "step": kind}
-                rows.append(row | measure(step, KINDS[kind], bandwidth))
+                rows.append(row | measure(step, kind, bandwidth))
                 print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-                if (batch, context) == CELLS[0]:
+                if (batch, context) == CELLS[0] and kind in KINDS:
                     lines += [row | line for line in timeline(step, KINDS[kind], bandwidth)]
             del step
     origin = stamp() | {"read_bandwidth": 1e6 * bandwidth}
     write_results(options.out / "step", rows, origin)
-    write_results(options.out / "step_launches", lines, origin)
+    if lines:
+        write_results(options.out / "step_launches", lines, origin)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what each module lists in its own __all__
     from jitfp4.families.kv import *
     from jitfp4.families.norm import *
     from jitfp4.families.quantize import *
+    from jitfp4.families.step import *
     from jitfp4.formats import *
     from jitfp4.layouts import *
     from jitfp4.tuning import *
@@ -121,6 +122,7 @@ _HOMES = {
         "silu_and_mul_nvfp4_quantize",
         "silu_and_mul_scaled_nvfp4_experts_quantize",
     ),
+    "jitfp4.families.step": ("DecodeStep",),
     "jitfp4.formats": ("NVFP44Over6Config", "NVFP44Over6ErrMode"),
     "jitfp4.layouts": ("SfLayout",),
     "jitfp4.tuning": ("load_tactics", "tune"),

@@ -11,3 +11,4 @@ from jitfp4.families import gemm as gemm
 from jitfp4.families import kv as kv
 from jitfp4.families import norm as norm
 from jitfp4.families import quantize as quantize
+from jitfp4.families import step as step

@@ -102,6 +102,7 @@ _UPDATED = {
     "gated_delta_rule_decode": ("state",),
     "causal_conv1d_fn": ("conv_states",),
     "causal_conv1d_update": ("conv_state",),
+    "DecodeStep.run": ("kv_cache", "kv_cache_sf"),
 }
 """What functions write in place that is no output."""
 
@@ -215,7 +216,7 @@ _LEGAL = {
     ("named", "without bias2"),
     *itertools.product(("expert_map",), ("one element too many", "one element too few")),  # any number of experts
     ("w13_alpha", "one element too few"),  # one for both halves
-    *itertools.product(("expert", "null_block_id"), ("0",)),
+    *itertools.product(("expert", "layer", "null_block_id"), ("0",)),
     *itertools.product(("null_block_id",), ("-16", "7")),  # a slot that is none
     ("pad_slot_id", "-16"),
     *itertools.product(("max_query_len",), ("0", "-16")),  # not used

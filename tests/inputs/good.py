@@ -199,6 +199,7 @@ def good_calls() -> Calls:
         **_gemm_calls(),
         **_conv_calls(),
         **_experts_calls(),
+        **_step_calls(),
     }
 
 
@@ -331,4 +332,40 @@ def _experts_calls() -> Calls:
         "Fp4Experts": lambda: {**parts(), "hidden": 64, "inter": 64, "gated": True, "format": MXFP4},
         "Fp4Experts.from_tensors": lambda: {"named": experts().tensors()},
         "Fp4Experts.dequantize": lambda: {"self": experts(), "expert": 1},
+    }
+
+
+def _step_calls() -> Calls:
+    def weight(n: int, order: str | None = None) -> Any:
+        linear = jitfp4.SfLayout.layout_linear
+        return jitfp4.prepare_fp4_weight(_codes(n, 64), _codes(n, 8), sf_layout=linear, order=order)
+
+    def model() -> Arguments:
+        return {
+            "qkv": [weight(384)],
+            "o": [weight(128)],
+            "gate_up": [weight(256, "concatenated gate,up")],
+            "down": [weight(128)],
+            "norms": _half(1, 2, 128),
+            "alphas": torch.ones(1, 4),
+            "heads": 1,
+            "kv_heads": 1,
+            "eps": 1e-5,
+        }
+
+    step = jitfp4.DecodeStep
+    return {
+        "DecodeStep": model,
+        "DecodeStep.weights": lambda: {"self": step(**model()), "layer": 0},
+        "DecodeStep.run": lambda: {
+            "self": step(**model()),
+            "x": _half(1, 128),
+            "kv_cache": _codes(1, 2, 2, 1, 64, 64),
+            "kv_cache_sf": _codes(1, 2, 2, 1, 64, 8),
+            "block_tables": _ints(0, 1).view(1, 2),
+            "seq_lens": _ints(70),
+            "cos_sin_cache": torch.randn(128, 128),
+            "sm_scale": 0.1,
+            "out": _half(1, 128),
+        },
     }

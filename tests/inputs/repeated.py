@@ -19,6 +19,7 @@ NO_LAUNCH = (
     "Fp4Weight.from_tensors",
     *("prepare_fp4_experts", "Fp4Experts", "Fp4Experts.from_tensors", "Fp4Experts.dequantize"),
     *("NVFP44Over6Config", "FP4Tensor"),
+    *("DecodeStep", "DecodeStep.weights"),
     *(
         f"Batch{kind}WithPagedKVCacheWrapper{method}"
         for kind in ("Decode", "Prefill")
@@ -38,7 +39,7 @@ CHECKED = {
 
 def archs_of(name: str) -> tuple[str, ...]:
     """The architectures that a call of repeated_calls() runs on, but for older ones."""
-    return ("sm_90a",) if name.startswith("mm_fp8_fp4") else ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+    return ("sm_90a",) if name.startswith(("mm_fp8_fp4", "DecodeStep")) else ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 
 def repeated_calls() -> Calls:

@@ -46,9 +46,9 @@ from tests.support.sample import some
 DEVICE = "cuda"
 SIMULATED_CTAS = 200  # of a grid; of a larger one, the batches at its start, middle and end
 SAMPLE = 8  # cases of a kernel without --all
-ELSEWHERE = ("experts/", "attention/quantize")
-"""tests/families/test_experts.py holds the GPU and the simulator against float64, test_attention_fp4_output.py against
-what the quantizer writes.
+ELSEWHERE = ("experts/", "step/", "attention/quantize")
+"""tests/families/test_experts.py and test_step.py hold the GPU and the simulator against references,
+test_attention_fp4_output.py against what the quantizer writes.
 """
 COMPLETE = ("quantize/", "gdn/chunk", "gdn/delta_rule")  # with --all, their cases launch every specialisation
 

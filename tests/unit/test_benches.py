@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_prefill": ({}, {"prefill"}),
     "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
     "bench_quantize": ({}, {f"quantize_{part}" for part in ("grid", "others", "variants", "better", "peers")}),
-    "bench_step --model 8b --step separate fused": (
+    "bench_step --model 8b --step separate fused persistent": (
         {"READ_BYTES": 1 << 24, "CELLS": ((1, 64), (64, 64))},
         {"step", "step_launches"},
     ),

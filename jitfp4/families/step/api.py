@@ -1,0 +1,234 @@
+"""A dense model that is prepared for steps of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from jitfp4.engine import Target, target_of
+from jitfp4.errors import ArgumentError, ArgumentTypeError, UnsupportedArchError
+from jitfp4.families.step.arguments import Arguments
+from jitfp4.families.step.kernels.decode import specialise
+from jitfp4.families.step.operation import DECODE_STEP, weights_of
+from jitfp4.families.step.problem import HEAD_DIM, PAGE, Problem
+from jitfp4.formats import NVFP4
+from jitfp4.public import checked, public
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, output
+from jitfp4.weight import TILE_COLS, Fp4Weight
+
+_NAMES = ("qkv", "o", "gate_up", "down")
+
+
+class DecodeStep:
+    """All layers of a dense model, Llama's, for one token of one request, in one launch that keeps reading weights.
+
+    Each layer is RMSNorm, the product that makes queries, keys and values, their rotation (half rotation, all of 128
+    dimensions), their append to an NVFP4 cache, attention, its product, and RMSNorm, gate and up with SwiGLU, down. The
+    embedding, the last norm and the head are other launches. The steps of more requests, and prompts, take the single
+    functions, with the same weights: see ``weights()``. On an H200 eight rows in this way took 2.0 ms, and 1.7 by
+    single launches.
+
+    The CTAs of a launch wait for each other, so all SMs that it counts on must become free, and calls of one object
+    must follow each other. A call can be captured in a CUDA graph.
+    """
+
+    @checked
+    def __init__(
+        self,
+        qkv: Sequence[Fp4Weight],
+        o: Sequence[Fp4Weight],
+        gate_up: Sequence[Fp4Weight],
+        down: Sequence[Fp4Weight],
+        norms: torch.Tensor,
+        alphas: torch.Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+    ) -> None:
+        """Copies the weights of all layers to one tensor.
+
+        Args:
+            qkv, o, gate_up, down: for each layer a prepared NVFP4 weight: [(heads + 2 kv_heads) * 128, hidden], with
+                the rows of queries, keys and values in that order; [hidden, heads * 128]; gates and ups that were
+                prepared together, [2 inter, hidden]; [hidden, inter]. hidden and inter are multiples of 128.
+            norms: bf16 [layers, 2, hidden], contiguous: the weights of both norms.
+            alphas: float32 [layers, 4], contiguous: what each product is multiplied by.
+            heads: query heads, of 128 dimensions; a multiple of kv_heads, at most 8 for each.
+            kv_heads: heads of keys and values.
+            eps: of the norms.
+        Raises:
+            ArgumentError, ArgumentTypeError: for what does not fit together.
+            UnsupportedArchError: the GPU has no kernel for the model, or fewer SMs than it needs.
+        """
+        layers = (qkv, o, gate_up, down)
+        for name, of in zip(_NAMES, layers, strict=True):
+            if not isinstance(of, (list, tuple)):
+                raise ArgumentTypeError(name, type(of).__name__, "a list or tuple of Fp4Weight")
+            for weight in of:
+                if not isinstance(weight, Fp4Weight):
+                    raise ArgumentTypeError(name, type(weight).__name__, "a sequence of Fp4Weight")
+            if not of or len(of) != len(layers[0]):
+                raise ArgumentError(name, f"{len(of)} weights", f"{max(1, len(layers[0]))}, one for each layer")
+        for name, number in (("heads", heads), ("kv_heads", kv_heads)):
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise ArgumentTypeError(name, type(number).__name__, "an int")
+        if kv_heads < 1 or heads % kv_heads or not 0 < heads // kv_heads <= 8:
+            raise ArgumentError("heads, kv_heads", f"{heads}, {kv_heads}", "1 to 8 heads for each KV head")
+        self.problem = Problem(layers[0][0].k, heads, kv_heads, layers[3][0].k)
+        for name, size in (("qkv", self.problem.hidden), ("down", self.problem.inter)):
+            if size % TILE_COLS:
+                raise ArgumentError(name, f"{size} columns", f"a multiple of {TILE_COLS}")
+        for name, of, (n, k) in zip(_NAMES, layers, self.problem.products, strict=True):
+            for weight in of:
+                got = weight.n, weight.k, weight.format is NVFP4, weight.gated
+                if got != (n, k, True, name == "gate_up"):
+                    gated = ", gates and ups together" if name == "gate_up" else ""
+                    names = f"{name}, heads, kv_heads" if name in ("qkv", "o") else name
+                    raise ArgumentError(names, f"{got[:2]}, {weight.format.name}", f"({n}, {k}), NVFP4{gated}")
+        first = layers[0][0].data
+        _check("norms", norms, torch.bfloat16, (len(layers[0]), 2, self.problem.hidden), first)
+        _check("alphas", alphas, torch.float32, (len(layers[0]), 4), first)
+        if first.device.type == "cuda":
+            _check_sms(self.problem, target_of(first), first.device)
+        self.norms, self.alphas, self.eps = norms, alphas, float(eps)
+        self.data = torch.stack([torch.cat([w.data.flatten() for w in layer]) for layer in zip(*layers, strict=True)])
+        self._state = torch.zeros(self.problem.state_words, dtype=torch.int64, device=first.device)
+
+    @checked
+    def weights(self, layer: int) -> tuple[Fp4Weight, Fp4Weight, Fp4Weight, Fp4Weight]:
+        """The prepared weights of a layer, for other functions: views, so what they were made from can be dropped."""
+        if not 0 <= layer < len(self.data):
+            raise ArgumentError("layer", layer, f"0 to {len(self.data) - 1}")
+        qkv, o, gate_up, down = weights_of(self.data[layer], self.problem)
+        return qkv, o, gate_up, down
+
+    @checked
+    def run(
+        self,
+        x: torch.Tensor,
+        kv_cache: torch.Tensor,
+        kv_cache_sf: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        *,
+        sm_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor:
+        """One token through all layers.
+
+        Args:
+            x: bf16 [1, hidden], contiguous: the embedding of the token.
+            kv_cache: uint8 [layers, 2, pages, kv_heads, 64, 64], contiguous: codes of keys and of values, pages of 64
+                tokens; those of the token are written. The global scales are 1.
+            kv_cache_sf: uint8 or float8_e4m3fn [layers, 2, pages, kv_heads, 64, 8], contiguous: block scales, likewise.
+            block_tables: int32 [1, n], contiguous: the pages of the request.
+            seq_lens: int32 [1]: its tokens with the new one, 1 to 64 n.
+            cos_sin_cache: float32 [max_position, 128], contiguous: 64 cosines, then 64 sines.
+            sm_scale: the factor of logits; None: 128^-0.5.
+            out: bf16 [1, hidden] to fill in place; allocated when None.
+            enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+        Returns:
+            ``out``: the hidden values behind the last layer.
+        Numerics:
+            As the single functions, in this order; but a norm's factor is applied behind the product that follows, in
+            float32, and sums have other orders, so results differ by roundings to bf16.
+        Raises:
+            ArgumentError, ArgumentTypeError: before anything is written.
+        """
+        return _run(
+            x,
+            kv_cache,
+            kv_cache_sf,
+            block_tables,
+            seq_lens,
+            cos_sin_cache,
+            self.data,
+            self.norms,
+            self.alphas,
+            self._state,
+            *(self.problem.heads, self.problem.kv_heads, self.problem.inter),
+            *(self.eps, HEAD_DIM**-0.5 if sm_scale is None else sm_scale),
+            out=out,
+            enable_pdl=enable_pdl,
+        )
+
+
+@public
+def _run(
+    x: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_sf: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    weights: torch.Tensor,
+    norms: torch.Tensor,
+    alphas: torch.Tensor,
+    state: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    inter: int,
+    eps: float,
+    sm_scale: float,
+    *,
+    out: torch.Tensor | None,
+    enable_pdl: bool | None,
+) -> torch.Tensor:
+    """DecodeStep.run(), as a function of tensors and numbers."""
+    layers, _, hidden = norms.shape
+    _check("x", x, torch.bfloat16, (1, hidden), weights)
+    if kv_cache.dim() != 6 or kv_cache.shape[2] == 0:
+        raise ArgumentError("kv_cache", f"shape {tuple(kv_cache.shape)}", "[layers, 2, pages, kv_heads, 64, 64]")
+    paged = (layers, 2, kv_cache.shape[2], kv_heads, PAGE)
+    _check("kv_cache", kv_cache, torch.uint8, (*paged, HEAD_DIM // 2), weights)
+    check_dtype("kv_cache_sf", kv_cache_sf, (torch.uint8, torch.float8_e4m3fn))
+    _check("kv_cache_sf", kv_cache_sf, kv_cache_sf.dtype, (*paged, HEAD_DIM // 16), weights)
+    if block_tables.dim() != 2 or block_tables.shape[1] == 0:
+        raise ArgumentError("block_tables", f"shape {tuple(block_tables.shape)}", "[1, n]")
+    _check("block_tables", block_tables, torch.int32, (1, block_tables.shape[1]), weights)
+    _check("seq_lens", seq_lens, torch.int32, (1,), weights)
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[0] == 0:
+        raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", f"[max_position, {HEAD_DIM}]")
+    _check("cos_sin_cache", cos_sin_cache, torch.float32, (cos_sin_cache.shape[0], HEAD_DIM), weights)
+    result = output("out", out, (1, hidden), (torch.bfloat16,), like=x)
+    DECODE_STEP(
+        Arguments(
+            x=x,
+            weights=weights,
+            norms=norms,
+            alphas=alphas,
+            kv_cache=kv_cache,
+            kv_cache_sf=kv_cache_sf.view(torch.uint8),
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            cos_sin_cache=cos_sin_cache,
+            state=state,
+            out=result,
+            heads=heads,
+            inter=inter,
+            eps=eps,
+            scale=sm_scale,
+            enable_pdl=enable_pdl,
+        )
+    )
+    return result
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    check_dtype(name, tensor, (dtype,))
+    check_device(name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{shape}")
+    check_contiguous(name, tensor)
+    check_same_device(name, tensor, like)
+
+
+def _check_sms(problem: Problem, target: Target, device: torch.device) -> None:
+    ctas = specialise(problem, DECODE_STEP.select(problem, target.arch)).ctas
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if ctas > sms:
+        raise UnsupportedArchError(f"a step of this model needs {ctas} SMs, and {target.gpu} has {sms}")

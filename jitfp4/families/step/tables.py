@@ -1,0 +1,24 @@
+"""The tactics for a step, and the problems that reach every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jitfp4.arch import Arch
+from jitfp4.families.step.kernels.decode import TACTICS
+from jitfp4.families.step.problem import Problem
+from jitfp4.selection import Row, Table
+
+TABLE = Table(tuple(Row(tactic) for tactic in TACTICS), measured=None)
+"""As many CTAs as can run; then the deepest rings."""
+
+
+def problems(arch: Arch) -> Iterator[Problem]:
+    """Llama-8B and 70B, and models of 16, 32 and 64 KV heads."""
+    if not arch.has_wgmma:
+        return
+    yield Problem(4096, 32, 8, 14336)
+    yield Problem(8192, 64, 8, 28672)
+    yield Problem(4096, 32, 16, 11008)
+    yield Problem(4096, 32, 32, 11008)
+    yield Problem(4096, 64, 64, 11008)
