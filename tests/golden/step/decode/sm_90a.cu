@@ -801,7 +801,7 @@ template <int kWords> __device__ __forceinline__ void ld_row(const uint8* tile, 
 // ---- attention/nvfp4_tile --------------------------------------------------
 // Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
 // rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
-// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
+// have the same: lane c of a row of K takes kWidth / 4 neighbouring dimensions, lane g of V takes kWidth / 8, and
 // queries and outputs use the same order.
 //
 // Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
@@ -811,8 +811,9 @@ namespace nvfp4_tile {
 using Mma = f16;
 constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
 constexpr float kValueUnit = kKeyUnit;
-constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
-constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
+constexpr int   kKeyWords   = kWidth / 32;  // words of codes that a lane has of a row of K
+constexpr int   kValueWords = kWidth / 64;  // and of a row of V
+constexpr int   kValueBlocks = (kValueWords + 1) / 2;  // and of its scales
 
 // Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
 __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
@@ -821,10 +822,11 @@ __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
 // Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
 template <int kRegs>
 __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
-  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+  if (kHeadDim < kWidth && c * (kWidth / 4) + 8 * w >= kHeadDim) return;
+  ld_halves<2 * kRegs>(row + c * (kWidth / 4) + 8 * w, x);
 }
 // The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
-__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kWidth / 8) + 2 * m + upper; }
 
 // Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
 __device__ __forceinline__ uint32 low_twice(uint32 pair) {
@@ -847,7 +849,7 @@ __device__ __forceinline__ uint32 high_twice(uint32 pair) {
 }
 
 // Whether V's scales are loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block
-constexpr bool kTransposed = !kInterleaved && kScaleBytes == 8;
+constexpr bool kTransposed = !kInterleaved && kStageScales == 8;
 
 // The offsets in a stage of what a lane reads.
 struct Lane {
@@ -857,16 +859,18 @@ struct Lane {
 
   __device__ __forceinline__ Lane() {
     const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
-    const int k = c * (kHeadDim / 8), v = g * (kHeadDim / 16), block = g * (kHeadDim / 8) / 16;
+    const int k = c * (kWidth / 8), v = g * (kWidth / 16);
+    int block = g * (kWidth / 8) / 16;
+    if (kHeadDim < kWidth) block = min(block, kScaleBytes - kValueBlocks);  // behind a row: any
     key       = keep(place(g, k / 16) + k % 16);
-    key_scale = keep(kScalesAt + g * kScaleBytes + c * (kScaleBytes / 4));
+    key_scale = keep(kScalesAt + g * kStageScales + c * (kStageScales / 4));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
     }
     value_scale = kTransposed ? key_scale + kVScalesAt - kScalesAt
-                              : keep(kVScalesAt + (kInterleaved ? c / 2 * 4 * kScaleBytes + block * 4 + c % 2 * 2
-                                                                : 2 * c * kScaleBytes + block));
+                              : keep(kVScalesAt + (kInterleaved ? c / 2 * 4 * kVScalesRow + block * 4 + c % 2 * 2
+                                                                : 2 * c * kStageScales + block));
   }
 };
 
@@ -876,12 +880,12 @@ __device__ __forceinline__ void scores(
   uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, codes[i]);
-    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kScaleBytes;
-    if constexpr (kScaleBytes == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
-    if constexpr (kScaleBytes > 4) {
+    ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
+    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kStageScales;
+    if constexpr (kStageScales == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
+    if constexpr (kStageScales > 4) {
 #pragma unroll
-      for (int j = 0; j < kScaleBytes / 4; j += 2) {
+      for (int j = 0; j < kStageScales / 4; j += 2) {
         const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
         scale[i][j]     = low_twice(two);
         scale[i][j + 1] = high_twice(two);
@@ -925,18 +929,18 @@ __device__ __forceinline__ void interleave(uint32 a, uint32 b, uint32 (&pairs)[8
 // V of 16 tokens, as codes and scales. It is loaded before the weights are known.
 struct Values {
   uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
-  uint32 scales[2][(kValueWords + 1) / 2];
+  uint32 scales[2][kValueBlocks];
 
   __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], codes[i]);
+    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kStageRow, lane.value[i % 2], codes[i]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int b = 0; b < (kValueWords + 1) / 2; ++b) {
-        const uint8* at = stage + lane.value_scale + (first + i * 8) * kScaleBytes + b * (kInterleaved ? 4 : 1);
+      for (int b = 0; b < kValueBlocks; ++b) {
+        const uint8* at = stage + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
         if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
-        else scales[i][b] = at[0] | at[kScaleBytes] << 8;
+        else scales[i][b] = at[0] | at[kStageScales] << 8;
       }
     }
   }
@@ -947,7 +951,7 @@ struct Values {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int b = 0; b < (kValueWords + 1) / 2 && kInterleaved; ++b) {
+      for (int b = 0; b < kValueBlocks && kInterleaved; ++b) {
         scales[i][b] &= (present >> 8 * i & 1 ? 0xFFu : 0u) | (present >> 8 * i & 2 ? 0xFF00u : 0u);
       }
     }
