@@ -118,7 +118,9 @@ def assert_step(model: Model, want: torch.Tensor, caches: tuple[torch.Tensor, to
     out = torch.full_like(model.call["x"], 7.0)
     assert model.step.run(**model.call, out=out) is out
     error = (out.float() - want.float()).norm() / want.float().norm()
-    assert error < 0.01 * len(model.step.data), f"relative error {error:.4f}"
+    # of few tokens, a value of the newest that lies between two codes is much of what attention gives
+    bound = 0.01 * len(model.step.data) * (1 + 4 / int(model.call["seq_lens"]))
+    assert error < bound, f"relative error {error:.4f}"
     for name, old, expected in zip(("kv_cache", "kv_cache_sf"), before, caches, strict=True):
         got = model.call[name]
         written = (expected != old).sum()
@@ -141,7 +143,7 @@ def test_the_reference_is_the_single_functions_in_turn(tiny: Model) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("races", [False, True], ids=["twice", "races"])
 def test_simulated(races: bool) -> None:
-    model = Model.random("cpu", 256, 2, 1, 384, 2 - races, 200)
+    model = Model.random("cpu", 256, 2 + races, 1, 384, 2 - races, 200)  # an odd number of heads, too
     caches = model.call["kv_cache"].clone(), model.call["kv_cache_sf"].clone()
     want = model.in_turn(*caches)
     with sim.device("sm_90a", races=races), DECODE_STEP.forced(StepTactic(2, 4)):

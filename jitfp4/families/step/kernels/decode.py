@@ -66,7 +66,7 @@ class Spec(KernelSpec):
         products, group = self.problem.products, self.heads // self.kv_heads
         x = max(ceil_div(k, TILE_COLS * _WARPS) for _, k in products) * _WARPS * TILE_COLS * 2
         few, many = self._rows(products[1][0]), max(self._rows(products[0][0]), self._rows(products[2][0]))
-        parts = 4 * 2 * _PAGES * 2 * group * (HEAD_DIM + 2)
+        parts = 4 * _PAGES * round_up(4 * group * (HEAD_DIM + 2), 16)
         ring = _WARPS * self.depth * tile_bytes(NVFP4) // 2
         total = ring + _PAGES * 2 * _PAGE_BYTES + x + group * HEAD_DIM * 2 + max(4 * _WARPS * many, parts)
         total = round_up(total + 4 * _WARPS * few + 4 * 2 * _WARPS + 4 * few, 16) + 4 * HEAD_DIM

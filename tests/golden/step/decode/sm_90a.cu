@@ -783,6 +783,7 @@ namespace attention {
 constexpr int kHeadDim = 128, kPage = 64, kBlocks = 1, kSteps = kHeadDim / 16, kQueryWords = kHeadDim / 32;
 constexpr int kRowBytes = kHeadDim / 2, kScaleBytes = kHeadDim / 16, kPageBytes = kPage * kRowBytes;
 constexpr int kScalesAt = kPageBytes, kValuesAt = 0, kVScalesAt = kScalesAt;
+constexpr int kWidth = kHeadDim, kStageRow = kRowBytes, kStageScales = kScaleBytes, kVScalesRow = kScaleBytes;
 constexpr bool kInterleaved = false;
 using Query = bf16;
 struct Queries { uint32 words[kBlocks][kSteps][2]; };
@@ -1092,7 +1093,8 @@ __device__ __forceinline__ int64 place_of(int product) {
   return at;
 }
 struct Part {  // of a softmax
-  float o[kGroup][attention::kHeadDim], reference[kGroup], sum[kGroup];
+  alignas(16) float o[kGroup][attention::kHeadDim];
+  float reference[kGroup], sum[kGroup];
 };
 constexpr int kParts = 8, kPages = kParts / 4;  // four warps share a page
 constexpr int kKvBytes = attention::kPage * (attention::kRowBytes + attention::kScaleBytes);
