@@ -20,6 +20,7 @@ CONSTANT = {
     "norm_rmsnorm_fp4quant": (2,),
     "norm_rows_fp4quant": (2,),
     "norm_rows_fp8quant": (2,),
+    "step_decode": (1,),
     "conv_causal": (1, 2),
     "kv_rope_append": (3, 4),
     "norm_rmsnorm": (2,),
