@@ -119,7 +119,7 @@ def assert_step(model: Model, want: torch.Tensor, caches: tuple[torch.Tensor, to
     assert model.step.run(**model.call, out=out) is out
     error = (out.float() - want.float()).norm() / want.float().norm()
     # of few tokens, a value of the newest that lies between two codes is much of what attention gives
-    bound = 0.01 * len(model.step.data) * (1 + 4 / int(model.call["seq_lens"]))
+    bound = 0.02 * len(model.step.data) * (1 + 4 / int(model.call["seq_lens"]))
     assert error < bound, f"relative error {error:.4f}"
     for name, old, expected in zip(("kv_cache", "kv_cache_sf"), before, caches, strict=True):
         got = model.call[name]
@@ -150,6 +150,17 @@ def test_simulated(races: bool) -> None:
         first = assert_step(model, want, caches)
         if not races:
             assert torch.equal(model.step.run(**model.call), first)  # tags of a launch before are not taken for new
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("tokens", [1, 64, 65, 129])
+def test_the_ends_of_pages_without_a_race(tokens: int) -> None:
+    """Of the CTAs that share a KV head, one appends, whatever pages the others have."""
+    model = Model.random("cpu", 128, 1, 1, 128, 1, tokens)
+    caches = model.call["kv_cache"].clone(), model.call["kv_cache_sf"].clone()
+    with sim.device("sm_90a", races=True):
+        assert_step(model, model.in_turn(*caches), caches)
 
 
 @pytest.mark.gpu

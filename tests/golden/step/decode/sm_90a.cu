@@ -1463,7 +1463,8 @@ struct Step {
         const int newest = (tokens - 1) / kPage - from;
         ptx::mbarrier_wait(&s.pages, page_parity);
         page_parity ^= 1;
-        if (newest >= 0 && newest < kPages && warp >= 8 && warp < 12) append(thread - 8 * kWarp, layer, newest, tag);
+        const bool here = newest >= 0 && newest < min(kPages, last - from);
+        if (here && warp >= 8 && warp < 12) append(thread - 8 * kWarp, layer, newest, tag);
         __syncthreads();
         if (warp < used && from + warp / 4 < last) {
           Queries q;
