@@ -120,6 +120,8 @@ class History:
 
     def forget(self, data: Array) -> None:
         """Declare that an array is constant: no earlier grid writes it."""
+        if not data.size:
+            return
         self.cover([data])
         cells, first = self.of_data(data)
         cells.clear(cells.of_range(first, data.nbytes))
