@@ -246,6 +246,13 @@ def parts_of(call: Callable[[], None], ms: float, device: str) -> dict[str, obje
     return row
 
 
+def give_back(device: str) -> None:
+    """The GPU's memory of what is held no more."""
+    if device != "cpu":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def case(text: str) -> tuple[int, int]:
     """Requests and tokens of each."""
     batch, _, context = text.partition(":")
@@ -292,13 +299,11 @@ def main() -> None:
                     row = {"model": name, "variant": variant, "glue": options.glue} | line()
                     rows[file].append(row)
                     write_results(options.out / file, rows[file], origin)
-                    gc.collect()
+                    give_back(options.device)
                     text = " ".join(f"{key}={value}" for key, value in row.items())
                     print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
             del model
-            gc.collect()
-            if options.device != "cpu":
-                torch.cuda.empty_cache()
+            give_back(options.device)
     if left:
         print(f"{left} cases were not measured: {options.seconds} s had passed")
 
