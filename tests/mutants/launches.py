@@ -215,13 +215,16 @@ KERNELS: dict[str, Launch] = {
     "experts, combine": Launch("experts_combine", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER),
     "experts, wide up": Launch("experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER),
     "experts, wide up in a cluster": Launch(
-        "experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40), HOPPER
+        "experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, columns=384), HOPPER
     ),
     "experts, wide down": Launch(
         "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER
     ),
+    "experts, wide down of few stages": Launch(
+        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(256, 64, 2), tokens=11, columns=416), HOPPER
+    ),
     "experts, wide down in a cluster": Launch(
-        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40), HOPPER
+        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, columns=384), HOPPER
     ),
 }
 
