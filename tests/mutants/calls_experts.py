@@ -50,4 +50,4 @@ def few(tactic: FewTactic) -> None:
     ids, weights = make_routing(1, 4, 4)
     ids[0, 1] = -1
     with EXPERTS_DOWN.forced(tactic):
-        assert_layer(make_layer(4, 96, 672), make_x(1, 96), ids, weights)
+        assert_layer(make_layer(4, 96, 288), make_x(1, 96), ids, weights)
