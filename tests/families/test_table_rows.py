@@ -18,11 +18,18 @@ from jitfp4.selection import Row, Table, table_for
 OPERATIONS = operations()
 
 
+def problems(operation: Operation[Any, Any], arch: Arch) -> list[Any]:
+    """In an order in which a few of them show all there is."""
+    found = list(operation._problems(arch))
+    random.Random(0).shuffle(found)
+    return found
+
+
 def selected_rows(operation: Operation[Any, Any]) -> Iterator[tuple[Table[Any], Row[Any]]]:
     """Table and row that each problem gets on each architecture."""
     for arch in ARCHS.values():
         table = table_for(operation.tables, arch)
-        for problem in operation._problems(arch):
+        for problem in problems(operation, arch):
             given = ((row, row.of(problem, arch)) for row in table.rows)
             row, tactic = next(
                 (row, tactic)
@@ -61,9 +68,7 @@ def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
     (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
     constant = {field.name: set() for field in dataclasses.fields(kernel.spec)}
     for arch in ARCHS.values():
-        problems = list(operation._problems(arch))
-        random.Random(0).shuffle(problems)  # so that a few of them show all values
-        for problem in problems:
+        for problem in problems(operation, arch):
             for tactic in kernel.candidates(problem, arch):
                 spec = kernel.specialise(problem, tactic)
                 constant = {name: seen | {getattr(spec, name)} for name, seen in constant.items() if len(seen) < 2}
@@ -74,9 +79,11 @@ def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_launches_stay_within_what_the_kernel_is_compiled_for(operation: Operation[Any, Any], arch: Arch) -> None:
-    """Threads within __launch_bounds__, shared memory within the architecture's."""
-    for problem in operation._problems(arch):
+def test_launches_stay_within_what_the_kernel_is_compiled_for(
+    operation: Operation[Any, Any], arch: Arch, whole: bool
+) -> None:
+    """Threads within __launch_bounds__, shared memory within the architecture's. Of thousands of problems a sample."""
+    for problem in problems(operation, arch)[: None if whole else 600]:
         tactic = operation.select(problem, arch)
         plan = operation.plan(problem, arch)
         spec, (x, y, z) = plan.spec, plan.geometry.block
