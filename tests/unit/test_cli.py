@@ -177,3 +177,15 @@ def test_a_table_in_a_pipe_is_not_cut_off(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [["name", "count"], ["x" * 300, "5"], ["[red]", "12345"]]
     assert lines[1].endswith("    5")
+
+
+def test_a_table_on_a_narrow_terminal_has_whole_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"family/kernel_{number}[in_dtype=bf16]" for number in range(4)]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    output.put_table(["name", "kernels", "count"], [["operation_with_a_long_name", ", ".join(names), 5]])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5, "a name a line"
+    assert all(name in line for name, line in zip(names, lines[1:], strict=True))
