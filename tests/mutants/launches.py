@@ -187,7 +187,7 @@ KERNELS: dict[str, Launch] = {
     "mm_fp8, expanded": Launch(
         "gemm_expanded_fp8", lambda: gemm.expanded_fp8(ExpandedTactic(128, 1), 300, 136, 160), HOPPER
     ),
-    "mm_fp8, wgmma": Launch("gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(64), 40, 72, 416), HOPPER),
+    "mm_fp8, wgmma": Launch("gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(64), 130, 72, 672), HOPPER),
     "mm_fp8, divided": Launch(
         "gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(128, divided=True), 130, 264, 416), HOPPER
     ),
