@@ -44,7 +44,7 @@ def put_json(command: str, **members: object) -> None:
 
 
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns on stdout, numbers to the right. Lines are wrapped only on a terminal, and never within a word."""
+    """Aligned columns on stdout, numbers to the right. A terminal gets wrapped lines, but never within a word."""
     from rich.console import Console
     from rich.table import Table
 
