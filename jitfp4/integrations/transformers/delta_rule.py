@@ -15,29 +15,21 @@ from torch import nn
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.conv import causal_conv1d_fn, causal_conv1d_update
-from jitfp4.families.conv.operation import CONV
-from jitfp4.families.conv.problem import Problem as ConvProblem
 from jitfp4.families.gdn import (
     chunk_gated_delta_rule,
     gated_delta_rule_decode,
     gated_delta_rule_decode_pretranspose,
 )
-from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-from jitfp4.families.gdn.prefill_arguments import PrefillProblem
-from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
-from jitfp4.families.gdn.problem import Problem as RuleProblem
-from jitfp4.families.gdn.problem import StateLayout
 from jitfp4.families.norm import gemma_rmsnorm, rmsnorm_gated
 from jitfp4.families.norm.kernels.rmsnorm import Problem as NormProblem
 from jitfp4.families.norm.plain import RMSNORM
 from jitfp4.formats import DType
 from jitfp4.integrations.checkpoints import aligned
+from jitfp4.integrations.delta_rule import SILU, Shape, gated_norm, gates_of_prompts, is_normalised
 from jitfp4.integrations.layers import regular
 from jitfp4.integrations.transformers.glue import derived
 
 _FAMILIES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")  # what names of classes begin with
-_HEAD_DIMS = ((64, 64), (128, 128))
-_WIDTHS = (2, 3, 4)
 _UNIT = 4  # elements that are brought into another order together
 
 
@@ -84,7 +76,7 @@ class _Norm(nn.Module):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return bool(module.weight.shape[0] % 16 == 0 and module.weight.shape[0] >= 64)
+        return is_normalised(module.weight.shape[0])
 
     @staticmethod
     def prepare(module: Any) -> None:
@@ -99,16 +91,8 @@ class _Norm(nn.Module):
 class DeltaNet(nn.Module):
     """A layer of gated delta rules."""
 
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    key_dim: int
-    value_dim: int
-    conv_dim: int
-    conv_kernel_size: int
+    shape: Shape
     layer_idx: int
-    activation: str
     conv1d: nn.Conv1d
     dt_bias: torch.Tensor
     A_log: torch.Tensor
@@ -125,12 +109,17 @@ class DeltaNet(nn.Module):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        known = module.activation in ("silu", "swish") and module.conv_kernel_size in _WIDTHS
-        return known and (module.head_k_dim, module.head_v_dim) in _HEAD_DIMS
+        return module.activation in SILU and DeltaNet.shape_of(module).served
+
+    @staticmethod
+    def shape_of(module: Any) -> Shape:
+        dims = (module.head_k_dim, module.head_v_dim)
+        return Shape(module.num_k_heads, module.num_v_heads, *dims, module.conv_kernel_size)
 
     @staticmethod
     def prepare(module: Any) -> None:
         """Gates' numbers become float32, weights of kernels aligned; finds where projections have what."""
+        module.shape = DeltaNet.shape_of(module)
         module.A_log = nn.Parameter(module.A_log.data.float(), requires_grad=False)
         for owner in (module.conv1d, module.norm):
             owner.weight = nn.Parameter(aligned(owner.weight.data), requires_grad=False)
@@ -164,7 +153,7 @@ class DeltaNet(nn.Module):
             out = self._token(layer, mixed, b, a)
         else:
             out = self._prompt(layer, layer.recurrent_states[0] if continued else None, mixed, b, a)
-        rows = z.unflatten(-1, (-1, self.head_v_dim)).flatten(0, -2)
+        rows = z.unflatten(-1, (-1, self.shape.value_dim)).flatten(0, -2)
         out = rmsnorm_gated(out.view_as(rows), rows, self.norm.weight, self.norm.variance_epsilon)
         return self.out_proj(out.view(*mixed.shape[:2], -1))  # type: ignore[no-any-return]
 
@@ -174,15 +163,16 @@ class DeltaNet(nn.Module):
             return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
         units = self.in_proj_qkvz(x).view(torch.int64).index_select(-1, self.order)
         gates = self.in_proj_ba(x).index_select(-1, self.gate_order)
-        mixed, z = units.view(x.dtype).split((self.conv_dim, self.value_dim), -1)
+        *_, values = self.shape.sizes
+        mixed, z = units.view(x.dtype).tensor_split((-values,), -1)
         return mixed, z, *gates.chunk(2, -1)
 
     def _token(self, layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """The next token of each sequence; the states of the cache's layer are updated in place."""
-        rows, past = regular(mixed.squeeze(1)), _by_token(layer)[..., 1 - self.conv_kernel_size :]
+        rows, past = regular(mixed.squeeze(1)), _by_token(layer)[..., 1 - self.shape.width :]
         causal_conv1d_update(rows, past, self._filters(), None, "silu", null_block_id=None)
         state = layer.recurrent_states[0]
-        q, k, v = self._heads(rows.unsqueeze(1))
+        q, k, v = self.shape.split(rows.unsqueeze(1))
         gates = self.A_log.float(), a, self.dt_bias, b
         if state.mT.is_contiguous():
             return gated_delta_rule_decode_pretranspose(q, k, v, state.mT, *gates)[0]
@@ -194,22 +184,19 @@ class DeltaNet(nn.Module):
         """Many tokens of each sequence, behind a state or none; a layer's states are updated."""
         batch, tokens, _ = mixed.shape
         if layer is not None:
-            mixed = layer.update_conv_state(mixed.mT, conv_kernel_size=self.conv_kernel_size).mT
+            mixed = layer.update_conv_state(mixed.mT, conv_kernel_size=self.shape.width).mT
             _by_token(layer)  # now, as tokens may be captured in a graph
         length, device = mixed.shape[1], mixed.device  # with tokens before these
         ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
-        unused = mixed.new_empty(batch, self.conv_dim, self.conv_kernel_size - 1)
+        unused = mixed.new_empty(batch, mixed.shape[-1], self.shape.width - 1)
         rows = regular(mixed.flatten(0, 1))
         out = causal_conv1d_fn(rows.T, self._filters(), None, unused, ends, activation="silu", null_block_id=None).T
         new = out.unflatten(0, (batch, length))[:, length - tokens :].flatten(0, 1)
-        q, k, v = self._heads(new)
-        gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias.float())
+        decay, beta = gates_of_prompts(self.A_log, a.flatten(0, 1), self.dt_bias, b.flatten(0, 1))
         result: Any = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            gate.exp().flatten(0, 1).contiguous(),
-            b.float().sigmoid().flatten(0, 1).contiguous(),
+            *self.shape.split(new),
+            g=decay,
+            beta=beta,
             initial_state=None if state is None else state.mT.contiguous(),
             output_final_state=layer is not None,
             cu_seqlens=torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=device),
@@ -219,12 +206,6 @@ class DeltaNet(nn.Module):
             return result  # type: ignore[no-any-return]
         layer.update_recurrent_state(result[1].mT)  # of a new cache, strides like these, too
         return result[0]  # type: ignore[no-any-return]
-
-    def _heads(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [.., heads, d]."""
-        q, k, v = rows.split((self.key_dim, self.key_dim, self.value_dim), -1)
-        q, k = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (q, k))
-        return q, k, v.unflatten(-1, (self.num_v_heads, -1))
 
     def _filters(self) -> torch.Tensor:
         return self.conv1d.weight.squeeze(1)
@@ -255,26 +236,8 @@ def needed(
         yield RMSNORM, NormProblem(kind, False, False, 1, module.weight.shape[0]), "m", heads * max_tokens
     if not isinstance(module, DeltaNet):
         return
-    conv = ConvProblem(kind, module.conv_kernel_size, True, True, 1, 1, module.conv_dim)
-    yield CONV, conv, "sequences", requests
-    yield CONV, conv._replace(by_sequence=False), "tokens", max_tokens
-    rule = RuleProblem(
-        dtype=kind,
-        state_dtype=DType.F32,
-        state_layout=StateLayout.VK,
-        head_dim=module.head_k_dim,
-        value_dim=module.head_v_dim,
-        tokens=1,
-        batch=1,
-        value_heads=module.num_v_heads,
-        store_steps=False,
-    )
-    yield GATED_DELTA_RULE, rule, "batch", requests
-    prompts = PrefillProblem(kind, module.head_k_dim, module.head_v_dim, 1, 1, module.num_v_heads)
-    yield GATED_DELTA_RULE_PREFILL, prompts, "tokens", max_tokens
-    yield GATED_DELTA_RULE_PREFILL, prompts._replace(tokens=max_tokens), "sequences", requests
-    gated = NormProblem(kind, False, True, 1, module.head_v_dim)
-    yield RMSNORM, gated, "m", module.num_v_heads * max_tokens
+    yield from module.shape.needed(kind, DType.F32, requests, max_tokens)
+    yield gated_norm(kind, module.shape.value_dim, module.shape.value_heads * max_tokens)
 
 
 _LAYERS = tuple(f"{family}GatedDeltaNet" for family in _FAMILIES)

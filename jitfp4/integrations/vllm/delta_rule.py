@@ -19,23 +19,13 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from jitfp4.dtypes import HALVES
 from jitfp4.families.conv import causal_conv1d_fn, causal_conv1d_update
-from jitfp4.families.conv.operation import CONV
-from jitfp4.families.conv.problem import Problem as ConvProblem
 from jitfp4.families.gdn import chunk_gated_delta_rule, gated_delta_rule_mtp
-from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-from jitfp4.families.gdn.prefill_arguments import PrefillProblem
-from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
-from jitfp4.families.gdn.problem import MAX_TOKENS, STATE_DTYPES, StateLayout
-from jitfp4.families.gdn.problem import Problem as RuleProblem
+from jitfp4.families.gdn.problem import MAX_TOKENS, STATE_DTYPES
 from jitfp4.families.norm import rmsnorm_gated
-from jitfp4.families.norm.kernels.rmsnorm import Problem as NormProblem
-from jitfp4.families.norm.plain import RMSNORM
+from jitfp4.integrations.delta_rule import SILU, Shape, gated_norm, gates_of_prompts, is_normalised
 from jitfp4.integrations.kernels import load_growing
 from jitfp4.integrations.vllm.quantization import CONFIGS
 
-_HEAD_DIMS = ((64, 64), (128, 128))
-_WIDTHS = (2, 3, 4)
-_SILU = ("silu", "swish")
 _NONE = -1  # a slot that is not there; to vLLM, slot 0 and negative ones are not
 _SLOTS = "slots_of_jitfp4"  # of a step's metadata, which layers share
 
@@ -47,40 +37,15 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        dims = (self.head_k_dim, self.head_v_dim)
-        known = self.activation in _SILU and dims in _HEAD_DIMS and self.conv_kernel_size in _WIDTHS
-        self.by_jitfp4 = _has_fp4() and known
-        if self.by_jitfp4:
-            self._load()
-
-    def _load(self) -> None:
-        """Load the kernels of all steps."""
-        scheduler, heads = get_current_vllm_config().scheduler_config, self.num_v_heads // self.tp_size
-        requests, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        dtypes = self.get_state_dtype()
-        if dtypes[0] not in HALVES or dtypes[1] not in STATE_DTYPES:
-            return
-        kind, weight = HALVES[dtypes[0]], self.conv1d.weight
-        conv = ConvProblem(kind, self.conv_kernel_size, True, True, 1, 1, weight.shape[0])
-        load_growing(CONV, conv, "sequences", requests, weight)
-        load_growing(CONV, conv._replace(by_sequence=False), "tokens", tokens, weight)
-        for drafted in {0, min(self.num_spec, MAX_TOKENS[-1] - 1)}:
-            rule = RuleProblem(
-                dtype=kind,
-                state_dtype=STATE_DTYPES[dtypes[1]],
-                state_layout=StateLayout.VK,
-                head_dim=self.head_k_dim,
-                value_dim=self.head_v_dim,
-                tokens=1 + drafted,
-                batch=1,
-                value_heads=heads,
-                store_steps=drafted > 0,
-                step_slots=drafted > 0,
-            )
-            load_growing(GATED_DELTA_RULE, rule, "batch", requests, weight)
-        prompts = PrefillProblem(kind, self.head_k_dim, self.head_v_dim, 1, 1, heads)
-        load_growing(GATED_DELTA_RULE_PREFILL, prompts, "tokens", tokens, weight)
-        load_growing(GATED_DELTA_RULE_PREFILL, prompts._replace(tokens=tokens), "sequences", requests, weight)
+        heads = (self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size)
+        self.shape = Shape(*heads, self.head_k_dim, self.head_v_dim, self.conv_kernel_size)
+        self.by_jitfp4 = _has_fp4() and self.activation in SILU and self.shape.served
+        dtype, state_dtype, *_ = self.get_state_dtype()
+        if self.by_jitfp4 and dtype in HALVES and state_dtype in STATE_DTYPES:
+            scheduler, drafted = get_current_vllm_config().scheduler_config, min(self.num_spec, MAX_TOKENS[-1] - 1)
+            most = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafted)
+            for step in self.shape.needed(HALVES[dtype], STATE_DTYPES[state_dtype], *most):
+                load_growing(*step, self.conv1d.weight)
 
     def _forward_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
@@ -136,14 +101,11 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
         state = self.kv_cache[1]
         held = state[step.prefill_state_indices]
         held[~step.prefill_has_initial_state] = 0
-        decay = -self.A_log.float().exp() * torch.nn.functional.softplus(a.float() + self.dt_bias.float())
-        q, k, v = self._heads(rows)
+        decay, beta = gates_of_prompts(self.A_log, a, self.dt_bias, b)
         chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            decay.exp(),
-            b.float().sigmoid(),
+            *self.shape.split(rows),
+            g=decay,
+            beta=beta,
             initial_state=held,
             output_final_state=True,
             cu_seqlens=step.prefill_query_start_loc,
@@ -157,7 +119,7 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
         self, rows: torch.Tensor, b: torch.Tensor, a: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
     ) -> None:
         """A token of each request."""
-        q, k, v = (part.unsqueeze(1) for part in self._heads(rows))
+        q, k, v = (part.unsqueeze(1) for part in self.shape.split(rows))
         gates = self.A_log.float(), a.unsqueeze(1), self.dt_bias, b.unsqueeze(1)
         gated_delta_rule_mtp(q, k, v, self.kv_cache[1], slots, *gates, output=out.unsqueeze(1))
 
@@ -178,17 +140,10 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
         )
         slots = _slots(step, table)
         first = slots.gather(1, accepted.clamp(min=1).long().unsqueeze(1) - 1).squeeze(1)
-        q, k, v, a, b, out = (part.unflatten(0, (requests, length)) for part in (*self._heads(rows), a, b, out))
+        q, k, v, a, b, out = (part.unflatten(0, (requests, length)) for part in (*self.shape.split(rows), a, b, out))
         gates = self.A_log.float(), a, self.dt_bias, b
         each = slots[:, :length].contiguous()
         gated_delta_rule_mtp(q, k, v, self.kv_cache[1], first, *gates, output=out, ssm_state_indices=each)
-
-    def _heads(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [tokens, heads, d]."""
-        keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        q, k, v = rows.split((keys, keys, values), -1)
-        q, k = (part.unflatten(-1, (-1, self.head_k_dim)) for part in (q, k))
-        return q, k, v.unflatten(-1, (-1, self.head_v_dim))
 
     @property
     def _past(self) -> torch.Tensor:
@@ -208,13 +163,13 @@ class Fp4ModelRMSNormGated(RMSNormGated):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         h, whole = self.weight.shape[0], self.group_size in (None, self.weight.shape[0])
-        kind = self.norm_before_gate and self.activation in _SILU and whole and h >= 64 and h % 16 == 0
+        kind = self.norm_before_gate and self.activation in SILU and whole and is_normalised(h)
         self.by_jitfp4 = bool(_has_fp4() and kind and self.weight.dtype in HALVES)
         if self.by_jitfp4:
             config = get_current_vllm_config()
             heads = getattr(config.model_config.hf_text_config, "linear_num_value_heads", 1)
             rows = heads * config.scheduler_config.max_num_batched_tokens
-            load_growing(RMSNORM, NormProblem(HALVES[self.weight.dtype], False, True, 1, h), "m", rows, self.weight)
+            load_growing(*gated_norm(HALVES[self.weight.dtype], h, rows), self.weight)
 
     def forward_cuda(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """``x / sqrt(mean(x * x) + eps) * weight * silu(z)``, rounded once."""
