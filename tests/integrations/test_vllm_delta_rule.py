@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 import jitfp4.integrations.vllm as plugin
-from jitfp4.integrations.vllm import delta_rule
+from jitfp4.integrations.vllm import delta_rule, hybrids
 from jitfp4.integrations.vllm.delta_rule import Fp4ModelGatedDeltaNet, Fp4ModelRMSNormGated
 from jitfp4.integrations.vllm.quantization import Jitfp4ModelOptConfig
 from tests.integrations.test_vllm_models import one_rank  # noqa: F401 - vLLM's groups of processes
@@ -255,3 +256,19 @@ def test_the_kernels_of_all_steps_are_loaded(config: VllmConfig) -> None:
         ("gated_delta_rule_prefill", "sequences"),
     }
     assert {pair[:2] for pair in called} >= rules | {("rmsnorm", "m")}
+
+
+def test_the_layers_are_registered_when_a_model_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: dict[str, type] = {"RMSNormGated": RMSNormGated}
+    monkeypatch.setattr(hybrids, "op_registry_oot", registry)
+    monkeypatch.setattr(hybrids, "_registered", hybrids._registered[:1])
+    module = sys.modules.pop(hybrids._MODULE)
+    try:
+        hybrids.register_hybrids()
+        torch.nn.Sequential(torch.nn.Identity())
+        assert list(registry) == ["RMSNormGated"]
+    finally:
+        sys.modules[hybrids._MODULE] = module
+    torch.nn.Sequential(torch.nn.Identity())
+    assert registry["QwenGatedDeltaNetAttention"] is Fp4ModelGatedDeltaNet
+    assert registry["RMSNormGated"] is RMSNormGated  # another plugin's

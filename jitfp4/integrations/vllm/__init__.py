@@ -36,13 +36,13 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from jitfp4.integrations.vllm.delta_rule import register_delta_rule
+    from jitfp4.integrations.vllm.hybrids import register_hybrids
     from jitfp4.integrations.vllm.norms import register_norms
     from jitfp4.integrations.vllm.quantization import CONFIGS
     from jitfp4.integrations.vllm.swiglu import register_swiglu
 
     register_norms()
-    register_delta_rule()
+    register_hybrids()
     register_swiglu()
     for name, config in CONFIGS.items():
         register_quantization_config(name)(config)

@@ -1,18 +1,17 @@
 """Layers of gated delta rules in vLLM's models with FP4 layers: Qwen3-Next and the Qwen3.5 family.
 
 Convolution and rule, of prompts, of tokens, and of drafted tokens, over vLLM's states; and the gated norm behind them.
-vLLM's registry of layers gives models these classes. Batches that the kernels are not for go to vLLM's own kernels.
+vLLM's registry of layers gives models these classes: see hybrids.py. Batches that the kernels are not for go to vLLM's
+own.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -28,8 +27,6 @@ from jitfp4.integrations.vllm.quantization import CONFIGS
 
 _NONE = -1  # a slot that is not there; to vLLM, slot 0 and negative ones are not
 _SLOTS = "slots_of_jitfp4"  # of a step's metadata, which layers share
-
-_log = logging.getLogger("jitfp4.integrations.vllm")
 
 
 class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
@@ -192,9 +189,4 @@ def _slots(step: Any, slots: torch.Tensor) -> torch.Tensor:
     return held[slots.shape]
 
 
-def register_delta_rule() -> None:
-    """Give models these layers; a second call changes nothing. Another plugin's stay, with a warning."""
-    for own, ours in ((QwenGatedDeltaNetAttention, Fp4ModelGatedDeltaNet), (RMSNormGated, Fp4ModelRMSNormGated)):
-        registered = op_registry_oot.setdefault(own.__name__, ours)
-        if registered is not ours:
-            _log.warning("%s is %s already; jitfp4's is not registered", own.__name__, registered.__qualname__)
+LAYERS = {"QwenGatedDeltaNetAttention": Fp4ModelGatedDeltaNet, "RMSNormGated": Fp4ModelRMSNormGated}
