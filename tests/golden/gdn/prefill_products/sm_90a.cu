@@ -788,8 +788,7 @@ struct Chunk {
   }
 };
 
-// Starts the copies of keys and queries, and loads the numbers of tokens.
-__device__ __forceinline__ void start_loads(const Operands& p, const Chunk& chunk, int head, Shared& s) {
+__device__ __forceinline__ void load(const Operands& p, const Chunk& chunk, int head, Shared& s) {
   using Rows = Source<In, kChunk, kHeadDim, kThreads>;
   const auto in = [](Wide& to) {
     return [&](int row, int column) { return to[column / kChunk].at(row, column % kChunk); };
@@ -805,12 +804,13 @@ __device__ __forceinline__ void start_loads(const Operands& p, const Chunk& chun
     s.decay[t] = is && p.g != nullptr ? ptx::ld_f32(p.g + at) : 1.0f;
     s.beta[t]  = !is ? 0.0f : p.beta != nullptr ? ptx::ld_f32(p.beta + at) : 1.0f;
   }
+  ptx::copy_async_wait();
+  if constexpr (kHasWgmma) ptx::fence_proxy_async();
 }
 
-// Thread s multiplies the decays of the tokens after s in its block; the warp's tokens are whole blocks, and its own.
+// Thread s multiplies the decays of the tokens after s in its block; the warp's tokens are whole blocks.
 __device__ __forceinline__ void put_spans(Shared& s) {
   if (threadIdx.x >= kChunk) return;
-  __syncwarp();
   const int from = threadIdx.x % kBlock, block = threadIdx.x / kBlock;
   float span = 0.0f;
 #pragma unroll
@@ -1115,11 +1115,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) gdn_prefill_products(
   const int   head  = int(blockIdx.x % p.heads);
   Chunk chunk;
   if (!chunk.find(p, place)) return;
-  start_loads(p, chunk, head, s);
-  put_spans(s);  // while keys and queries are on their way
-  ptx::copy_async_wait();
-  if constexpr (kHasWgmma) ptx::fence_proxy_async();
+  load(p, chunk, head, s);
   __syncthreads();
+  put_spans(s);
   const int block = block_of_warp();
   Products of_keys = {}, of_queries = {};
   multiply_rows(p, s.rows.keys, s.rows.keys, block, of_keys, s.key_norm);
