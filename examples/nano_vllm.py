@@ -63,14 +63,14 @@ def decoding(llm: Any, parameters: Any, requests: int, prompt: int, new: int) ->
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(10, 10000, (requests, prompt), generator=generator).tolist()
     seconds = []
-    for tokens in (FEW, FEW, new):
+    for tokens in (FEW, FEW, FEW, new):  # the second finds the prompt in the cache of prefixes
         torch.cuda.synchronize()
         start = time.perf_counter()
         wanted = parameters(temperature=0.6, ignore_eos=True, max_tokens=tokens)
         outs = llm.generate(prompts, wanted, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
         assert all(len(out["token_ids"]) == tokens for out in outs)
-    return (seconds[2] - seconds[1]) / (new - FEW)
+    return (seconds[3] - seconds[2]) / (new - FEW)
 
 
 def main() -> None:
