@@ -1,4 +1,4 @@
-"""Mixtures of FP4 experts in engines: the engine routes and loads a checkpoint's tensors, jitfp4 prepares and multiplies.
+"""Mixtures of FP4 experts in engines, which route and load a checkpoint's tensors; jitfp4 prepares and multiplies.
 
 vLLM's and SGLang's layers are alike: a method of a layer registers the checkpoint's tensors, and prepares what the
 engine's loader put there. Here is all of it but what differs.

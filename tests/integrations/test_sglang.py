@@ -46,8 +46,9 @@ def engine() -> Iterator[None]:
     HookRegistry.apply_hooks()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with get_context().override_server_args(device="cpu"), get_parallel().override(
-        tp_group=None, moe_ep_size=1, moe_ep_rank=0, moe_tp_size=1, moe_tp_rank=0
+    with (
+        get_context().override_server_args(device="cpu"),
+        get_parallel().override(tp_group=None, moe_ep_size=1, moe_ep_rank=0, moe_tp_size=1, moe_tp_rank=0),
     ):
         yield
     torch.set_default_dtype(before)
