@@ -295,7 +295,8 @@ HOST_CALLS = (
 def draw_models(folder: Path) -> None:
     """Whole models: how often the tokens per second of bf16, and tokens per second above the bars."""
     of_vllm = [*rows(folder, "vllm"), *rows(folder, "vllm_experts")]
-    of_torch = rows(folder, "model") + [row | {"variant": "glue"} for row in rows(folder, "model_glue")]
+    of_torch = rows(folder, "model")
+    of_torch += [row | {"variant": "glue"} if row["variant"] == "w4-kv4" else row for row in rows(folder, "model_glue")]
     panels = (
         ("vLLM, Llama 3.1 8B", [row for row in of_vllm if row["model"] == "llama-3.1-8b"]),
         ("vLLM, Qwen3 30B A3B", [row for row in of_vllm if row["model"] == "qwen3-30b-a3b"]),

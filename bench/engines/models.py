@@ -101,6 +101,7 @@ class Variant(NamedTuple):
     backend: str | None = None
     cache: str = "auto"
     rounds: bool = False
+    activations: str | None = None
 
 
 VARIANTS = {
@@ -108,12 +109,13 @@ VARIANTS = {
     "own": Variant(),
     "own-rounded": Variant(rounds=True),
     "plugin": Variant(plugin=True),
+    "plugin-fp8": Variant(plugin=True, activations="fp8"),
     "plugin-attention": Variant(plugin=True, backend="CUSTOM"),
     "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
 }
 """``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would. ``plugin``: the
-weights in jitfp4's kernels, and its norms; ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4
-cache."""
+weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8; ``-attention``: and its
+attention, over a bf16 cache; ``-kv``: over an NVFP4 cache."""
 
 
 def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
@@ -206,6 +208,8 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
     }
     if variant.backend is not None:
         arguments["attention_config"] = {"backend": variant.backend}
+    if variant.activations is not None:
+        arguments["additional_config"] = {"jitfp4_activations": variant.activations}
     begun = time.perf_counter()
     llm = LLM(**arguments | changes)
     return llm, time.perf_counter() - begun

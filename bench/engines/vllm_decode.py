@@ -3,10 +3,11 @@
     python -m bench.engines.vllm_decode [--model llama-3.1-8b qwen3-30b-a3b] [--variant bf16 own plugin plugin-kv]
         [--layers 32] [--batch 1 8 64] [--context 16] [--profile [VARIANT ...]] [--check] [--limit 110] [--out DIR]
 
-A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. Weights are random,
-and the same for every variant. Runs are forks of this process and share its imports. ``vllm.csv`` has a line for a
-model, a variant and a batch, and with ``--profile`` ``vllm_kernels.csv`` has the kernels of a step, of all variants or
-of those that are named. Lines are written after each variant.
+A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. ``ms_first`` is the
+time of a first token of all requests: their prompts are read, or found in the cache of prefixes where they are longer
+than 2048 tokens. Weights are random, and the same for every variant. Runs are forks of this process and share its
+imports. ``vllm.csv`` has a line for a model, a variant and a batch, and with ``--profile`` ``vllm_kernels.csv`` has the
+kernels of a step, of all variants or of those that are named. Lines are written after each variant.
 
 ``--check`` measures nothing. It compares logits of the same requests between variants: prompts of 1 to 700 tokens in
 chunks of 512, then decode steps of six requests in graphs of eight, in which every variant is given the same tokens.
@@ -43,6 +44,7 @@ CHUNK, FORCED = 512, 24
 PROBED = list(range(77, 128256, 1002))  # tokens whose logits are compared
 PAIRS = (
     ("plugin", "own"),
+    ("plugin-fp8", "plugin"),
     ("plugin-attention", "own"),
     ("plugin-kv", "own-rounded"),
     ("own-rounded", "own"),
@@ -87,7 +89,9 @@ def measured(model: str, name: str, options: argparse.Namespace) -> dict[str, Ro
         least = [min(run(batch, tokens) for _ in range(ROUNDS)) for tokens in (few, many)]
         step = (least[1] - least[0]) / (many - few)
         row = {"model": model, "variant": name, "layers": layers, "batch": batch, "prompt": options.context}
-        times = {"ms_per_step": f"{step * 1e3:.3f}", "tokens_per_s": f"{batch / step:.0f}"}
+        first = min(run(batch, 1) for _ in range(ROUNDS))
+        times = {"ms_first": f"{first * 1e3:.2f}", "ms_per_step": f"{step * 1e3:.3f}"}
+        times["tokens_per_s"] = f"{batch / step:.0f}"
         state = {"ready_s": f"{ready:.1f}", "loaded_after_ready": loaded() - before}
         found["vllm"].append(row | times | state)
         print("RESULT", found["vllm"][-1], flush=True)
@@ -130,6 +134,7 @@ def logits(model: str, name: str, options: argparse.Namespace) -> torch.Tensor:
     from vllm import SamplingParams
 
     small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_model_len": 1024, "max_num_seqs": 8}
+    small |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 2 << 30}  # others may use the GPU
     small |= {"logprobs_mode": "raw_logits", "max_logprobs": len(PROBED), "enforce_eager": VARIANTS[name].rounds}
     llm, ready = engine_of(model, name, options.layers, max(PROMPTS), **small)
     print(f"READY {model} {name}: {ready:.1f} s", flush=True)

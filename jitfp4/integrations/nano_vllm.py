@@ -1,4 +1,4 @@
-"""nano-vllm on jitfp4: its attention over pages in NVFP4 or bf16, and its linear layers in FP4.
+"""nano-vllm on jitfp4: its attention over pages in NVFP4 or bf16, its linear layers in FP4, and its norms.
 
 >>> from jitfp4.integrations.nano_vllm import install
 >>> install()
@@ -25,7 +25,12 @@ from torch.nn import functional
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.api import new_workspace
-from jitfp4.families.kv import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+from jitfp4.families.kv import (
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    rope_append_paged_kv_cache,
+)
+from jitfp4.families.kv.kernels.rope_append import ROTARY
+from jitfp4.families.norm import fused_add_rmsnorm, rmsnorm
 from jitfp4.integrations.layers import Fp4Linear, quantized, regular
 
 PAGE = 128
@@ -53,9 +58,45 @@ class Step:
         self.tables = (context.slot_mapping[firsts] // PAGE).to(torch.int32)
 
 
+class Norm(nn.Module):
+    """RMSNorm of rows, or of their sum with ``residual``, which is updated in place."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = own.weight.data, own.eps
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return rmsnorm(x, self.weight, self.eps)
+        fused_add_rmsnorm(x, residual, self.weight, self.eps)
+        return x, residual
+
+
+class Rotation(nn.Module):
+    """In the place of the rotation of an attention layer, ``owner``: it is left to where keys are appended.
+
+    So are the norms of heads. ``table`` is float32 [positions, d], of each position the cosines, then the sines.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.table = owner.rotary_emb.cos_sin_cache.flatten(0, 1)
+        self.positions = torch.zeros(0, dtype=torch.int64, device=self.table.device)  # of a step's tokens
+        self.norms: dict[str, Any] = {}
+        if hasattr(owner, "q_norm"):
+            weights = owner.q_norm.weight.data, owner.k_norm.weight.data
+            self.norms = {"q_norm_weight": weights[0], "k_norm_weight": weights[1], "eps": owner.q_norm.eps}
+
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.positions = positions
+        return q, k
+
+
 @dataclass(slots=True)
 class Pages:
-    """Keys and values of a layer, [pages, page, kv_heads, ...], scales, and decode scales float32 [1].
+    """Keys and values of a layer, [pages, kv_heads, page, ...], scales, and decode scales float32 [1].
 
     In bf16 there is one page more: tokens without a slot are written there.
     """
@@ -64,34 +105,63 @@ class Pages:
     value: torch.Tensor
     scales: tuple[torch.Tensor, torch.Tensor] | None
     factors: tuple[torch.Tensor, torch.Tensor] | None
+    order: str
 
     @staticmethod
     def new(cache: str, pages: int, heads: int, head_dim: int, device: torch.device, decode_scale: float) -> Pages:
         """Pages of zeros."""
         if cache == "bf16":
             key, value = (
-                torch.zeros(pages + 1, PAGE, heads, head_dim, dtype=torch.bfloat16, device=device) for _ in range(2)
+                torch.zeros(pages + 1, heads, PAGE, head_dim, dtype=torch.bfloat16, device=device) for _ in range(2)
             )
-            return Pages(key, value, None, None)
+            return Pages(key, value, None, None, "linear")
         key, value = (
-            torch.zeros(pages, PAGE, heads, head_dim // 2, dtype=torch.uint8, device=device) for _ in range(2)
+            torch.zeros(pages, heads, PAGE, head_dim // 2, dtype=torch.uint8, device=device) for _ in range(2)
         )
         first, second = (
-            torch.zeros(pages, PAGE, heads, head_dim // 16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+            torch.zeros(pages, heads, PAGE, head_dim // 16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
             for _ in range(2)
         )
         factor = torch.tensor([decode_scale], dtype=torch.float32, device=device)
-        return Pages(key, value, (first, second), (factor, factor))
+        order = "interleaved4" if head_dim % 64 == 0 else "linear"
+        return Pages(key, value, (first, second), (factor, factor), order)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Write tokens [n, kv_heads, d] to their slots; those with slot -1 nowhere."""
         if self.scales is None or self.factors is None:
             places = torch.where(slots < 0, self.key.shape[0] * PAGE - 1, slots).long()
             for pages, states in ((self.key, key), (self.value, value)):
-                pages.flatten(0, 1).index_copy_(0, places, states)
+                pages[places // PAGE, :, places % PAGE] = states
             return
         nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-            key, value, slots, (self.key, self.value), self.scales, *self.factors, kv_layout="NHD", v_sf_layout="linear"
+            key,
+            value,
+            slots,
+            (self.key, self.value),
+            self.scales,
+            *self.factors,
+            kv_layout="HND",
+            v_sf_layout=self.order,
+        )
+
+    def turn_and_append(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        """Likewise, after norms and a rotation of ``k``, and of ``q`` [n, heads, d], which is returned."""
+        return rope_append_paged_kv_cache(
+            q,
+            k,
+            v,
+            rotation.table,
+            rotation.positions,
+            slots,
+            (self.key, self.value),
+            self.scales,
+            *(self.factors or ()),
+            is_neox=True,
+            kv_layout="HND",
+            v_sf_layout=self.order,
+            **rotation.norms,
         )
 
     def products(self, scale: float) -> tuple[Any, Any]:
@@ -108,22 +178,30 @@ class Attention(nn.Module):
         self.pages: Pages | None = None
         self.step: Step | None = None
         self.is_first = False
+        self.rotation: Rotation | None = None
         self._products: tuple[Any, Any] | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, d]. Before there are pages, when memory is measured, attention is torch's."""
+        """[tokens, heads, d]. Before there are pages, when memory is measured, it is torch's, without rotation."""
         context = sys.modules["nanovllm.utils.context"].get_context()
         if self.pages is None or self.step is None:
             return self._without_pages(q, k, v, context)
         q, k, v = regular(q), regular(k), regular(v)
-        self.pages.append(k, v, context.slot_mapping)
+        if self.rotation is None:
+            self.pages.append(k, v, context.slot_mapping)
+        else:
+            q = self.pages.turn_and_append(q, k, v, context.slot_mapping, self.rotation)
         if self.is_first:
             self.step.begin(context)
         tables, lengths = self.step.tables, self.step.lengths
         if self._products is None:
             self._products = self.pages.products(self.scale)
         first = (q, (self.pages.key, self.pages.value), self.step.workspace, tables, lengths)
-        options: dict[str, Any] = {"kv_layout": "NHD", "kv_cache_sf": self.pages.scales, "v_scale_layout": "linear"}
+        options: dict[str, Any] = {
+            "kv_layout": "HND",
+            "kv_cache_sf": self.pages.scales,
+            "v_scale_layout": self.pages.order,
+        }
         out: Any
         if context.is_prefill:
             ends = context.cu_seqlens_q, context.cu_seqlens_k
@@ -199,10 +277,31 @@ def quantize_linears(model: nn.Module, base: type[nn.Module], activation: type[n
     return len(found)
 
 
+def fuse_glue(model: nn.Module, norm: type[nn.Module]) -> int:
+    """Replace norms, instances of nano-vllm's RMSNorm, ``norm``, and rotations. Returns how many.
+
+    Rotations of heads whose size is no multiple of 32 stay.
+    """
+    count = 0
+    for owner in list(model.modules()):
+        attention = getattr(owner, "attn", None)
+        if isinstance(attention, Attention) and attention.head_dim % ROTARY == 0:
+            attention.rotation = owner.rotary_emb = Rotation(owner)
+            if attention.rotation.norms:
+                owner.q_norm, owner.k_norm = nn.Identity(), nn.Identity()
+            count += 1
+        for child, module in owner.named_children():
+            if isinstance(module, norm):
+                setattr(owner, child, Norm(module))
+                count += 1
+    return count
+
+
 def install(
     *,
     fp4_weights: bool = True,
     fp4_head: bool = False,
+    glue: bool = True,
     cache: str = "nvfp4",
     decode_scale: float = 0.125,
     load_weights: Callable[[nn.Module, str], None] | None = None,
@@ -212,6 +311,7 @@ def install(
     Args:
         fp4_weights: whether linear layers are quantized to NVFP4 when they are loaded.
         fp4_head: whether the head is, too; on one rank only. The embedding keeps its floats.
+        glue: whether norms are jitfp4's, and heads are normalised, rotated and appended in one launch.
         cache: "nvfp4" or "bf16".
         decode_scale: of keys and values in NVFP4, any power of two near 2688 times less than the largest of them; with
             0.125, they are up to 336, and blocks whose largest is below 0.012 lose precision.
@@ -229,6 +329,7 @@ def install(
     sys.modules[name] = module
     from nanovllm.engine import model_runner
     from nanovllm.layers.activation import SiluAndMul
+    from nanovllm.layers.layernorm import RMSNorm
     from nanovllm.layers.linear import LinearBase
 
     load = getattr(model_runner.load_model, "of_nano_vllm", model_runner.load_model)
@@ -239,6 +340,8 @@ def install(
             quantize_linears(model, LinearBase, SiluAndMul)
         if fp4_head:
             model.lm_head = Head(model.lm_head)
+        if glue:
+            fuse_glue(model, RMSNorm)
 
     def allocate_kv_cache(runner: Any) -> None:
         _allocate(runner, cache, decode_scale)

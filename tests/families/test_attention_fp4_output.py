@@ -35,7 +35,12 @@ def check(case: Case, run: Any, got: Any, start: int, *, others: bool = True) ->
     assert_same_bytes("codes", got.data.flatten(1), codes)
     rows = unswizzle(got.scale.view(torch.uint8), SfLayout.layout_128x4, *got.scale.shape)
     tokens, columns = linear.shape
-    assert_same_bytes("scales", rows[start : start + tokens, :columns].contiguous(), linear)
+    scales = rows[start : start + tokens, :columns].contiguous()
+    assert_same_bytes("scales", scales, linear)
+    # o_sf_scale multiplies, as in csrc/cake_fmha/cuda/compat_v1/cake_fmha_compat_v1.cu of FlashInfer 0.7.2.post1
+    raw = SCALE * plain.float().unflatten(-1, (columns, 16)).abs().amax(-1) / 6
+    stored = scales.view(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(stored, raw.to(torch.float8_e4m3fn).float(), rtol=2**-3, atol=2**-9)
     rows = rows.clone()
     rows[start : start + tokens, :columns] = POISON
     assert not others or (rows == POISON).all(), "rows of other calls"
@@ -56,6 +61,29 @@ def test_given_and_allocated(cache: torch.dtype, device: str) -> None:
         out, _ = run(out_dtype="nvfp4", o_sf_scale=SCALE, o_sf_vec_size=16)
         assert out.dtype == "nvfp4" and out.original_shape == tuple(each.query.shape)
         check(each, run, out, 0, others=False)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_fills_the_tensor_again() -> None:
+    """For queries and lengths that change between replays, given and allocated."""
+    case = Case(lengths=(300, 17, 5), kv_heads=2, head_dim=64, device="cuda")
+    given = tensor_for(case, 256, 126)
+    case.run(out=given, o_sf_scale=SCALE)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.run(out=given, o_sf_scale=SCALE)
+        made, _ = case.run(out_dtype="nvfp4", o_sf_scale=SCALE)
+    for seed, lengths in enumerate(((300, 17, 5), (1, 16, 0))):
+        torch.manual_seed(seed)
+        case.query.copy_(torch.randn(case.query.shape))
+        case.seq_lens.copy_(torch.tensor(lengths))
+        for tensor in (given.data, given.scale.view(torch.uint8), made.data):
+            tensor.fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(case, case.run, given, 126)
+        check(case, case.run, made, 0, others=False)
 
 
 def test_flashinfers_tensor_is_taken() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -59,9 +60,28 @@ def test_every_bad_value_of_every_argument(name: str, device: str, whole: bool) 
     assert counts["clear"] > 1
 
 
+def tensors(found: Any) -> list[torch.Tensor]:
+    """Those of a result, in order; a record's are its attributes."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    parts = found if isinstance(found, (tuple, list)) else getattr(found, "tensors", dict)().values()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
 @pytest.mark.parametrize("name", good_calls())
-def test_the_good_call_is_good(name: str) -> None:
-    function_of(name)(**good_calls()[name]())
+def test_the_good_call_is_good_and_sees_no_default_dtype(name: str) -> None:
+    """Engines load models with another default dtype than float32."""
+    results, before = [], torch.get_default_dtype()
+    for default in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        arguments = good_calls()[name]()
+        torch.set_default_dtype(default)
+        try:
+            results.append(tensors(function_of(name)(**arguments)))
+        finally:
+            torch.set_default_dtype(before)
+    kinds = [[(tensor.dtype, tensor.shape) for tensor in found] for found in results]
+    assert kinds[0] == kinds[1]
 
 
 @pytest.mark.complete

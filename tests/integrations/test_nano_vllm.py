@@ -15,7 +15,7 @@ from torch.nn import functional
 from jitfp4.errors import ArgumentError
 
 pytest.importorskip("safetensors")
-from jitfp4.integrations.nano_vllm import PAGE, Attention, Head, Pages, Step, install, quantize_linears
+from jitfp4.integrations.nano_vllm import PAGE, Attention, Head, Pages, Step, fuse_glue, install, quantize_linears
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 64, 2 * PAGE
 SCALE = HEAD_DIM**-0.5
@@ -117,7 +117,75 @@ def test_tokens_without_a_slot_and_empty_requests(context: Callable[[Context], N
         out = layer(q, k, torch.stack((k[0], 9 * k[1])))
         torch.testing.assert_close(out[0], q[0], rtol=0.05, atol=0)
         assert not out[1].any()
-        assert not layer.pages.value[:2].flatten(0, 1)[1:].any()
+        assert not layer.pages.value[:2].transpose(1, 2).flatten(0, 1)[1:].any()
+
+
+class RMSNorm(nn.Module):
+    """As nano-vllm's, without torch.compile, and in double precision."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(size).bfloat16() + 0.5), 1e-6
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        total = x.double() if residual is None else x.double() + residual.double()
+        normal = functional.rms_norm(total, total.shape[-1:], self.weight.double(), self.eps).to(x.dtype)
+        return normal if residual is None else (normal, total.to(x.dtype))
+
+
+class RotaryEmbedding(nn.Module):
+    """As nano-vllm's, without torch.compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(64.0), 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)))
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).unsqueeze(1)
+
+    def forward(self, positions: torch.Tensor, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cos, sin = self.cos_sin_cache[positions].chunk(2, -1)
+        halves = [x.float().chunk(2, -1) for x in heads]
+        return tuple(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).bfloat16() for a, b in halves)
+
+
+class Owner(nn.Module):
+    """As nano-vllm's Qwen3Attention, without its linear layers, and a norm of rows."""
+
+    def __init__(self, cache: str, qkv_bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.rotary_emb, self.qkv_bias = RMSNorm(2 * HEADS * HEAD_DIM), RotaryEmbedding(), qkv_bias
+        if not qkv_bias:
+            self.q_norm, self.k_norm = RMSNorm(HEAD_DIM), RMSNorm(HEAD_DIM)
+        self.attn = Attention(HEADS, HEAD_DIM, SCALE, KV_HEADS)
+        self.attn.pages = Pages.new(cache, 4, KV_HEADS, HEAD_DIM, torch.device("cpu"), 2.0**-9)
+        self.attn.step, self.attn.is_first = Step(torch.device("cpu")), True
+
+    def forward(self, positions: torch.Tensor, qkv: torch.Tensor, residual: torch.Tensor) -> list[torch.Tensor]:
+        qkv, residual = self.norm(qkv, residual)
+        q, k, v = (x.unflatten(-1, (-1, HEAD_DIM)) for x in qkv.split([n * HEAD_DIM for n in (4, 2, 2)], -1))
+        if not self.qkv_bias:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary_emb(positions, q, k)
+        return [self.attn(q, k, v), residual, self.norm(residual)]
+
+
+@pytest.mark.parametrize(("cache", "least"), [("bf16", 0.01), ("nvfp4", 0.1)])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_norms_and_rotations_are_one_launch_with_the_append(
+    cache: str, least: float, qkv_bias: bool, context: Callable[[Context], None]
+) -> None:
+    own, fused = Owner(cache, qkv_bias), Owner(cache, qkv_bias)
+    assert fuse_glue(fused, RMSNorm) == 2 and isinstance(own.norm, RMSNorm) and not isinstance(fused.norm, RMSNorm)
+    steps = [
+        (Context(True, int32(0, 3, 7), int32(0, 3, 7), 4, 4, int32(256, 257, 258, 0, 1, 2, 3)), [0, 1, 2, 0, 1, 2, 3]),
+        (Context(slot_mapping=int32(259, 4), context_lens=int32(4, 5), block_tables=int32(1, 0).view(2, 1)), [3, 4]),
+    ]
+    for step, positions in steps:
+        context(step)
+        x = [torch.randn(len(positions), 2 * HEADS * HEAD_DIM).bfloat16() for _ in range(2)]
+        got, want = (model(torch.tensor(positions), x[0].clone(), x[1].clone()) for model in (fused, own))
+        for one, other in zip(got, want, strict=True):
+            assert torch.linalg.norm((one - other).float()) < least * torch.linalg.norm(other.float())
 
 
 def test_before_there_are_pages_it_is_torchs(context: Callable[[Context], None]) -> None:
@@ -201,14 +269,15 @@ def test_the_head_takes_the_last_token_of_each_request(context: Callable[[Contex
 
 def test_it_is_put_in_place_before_the_import_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, linear = ModuleType("nanovllm.engine.model_runner"), ModuleType("nanovllm.layers.linear")
-    activation = ModuleType("nanovllm.layers.activation")
+    activation, norm = ModuleType("nanovllm.layers.activation"), ModuleType("nanovllm.layers.layernorm")
     loaded = []
     runner.__dict__.update(load_model=lambda _, path: loaded.append(path), ModelRunner=type("ModelRunner", (), {}))
     linear.__dict__.update(LinearBase=LinearBase)
     activation.__dict__.update(SiluAndMul=SiluAndMul)
+    norm.__dict__.update(RMSNorm=RMSNorm)
     packages = {name: ModuleType(name) for name in ("nanovllm", "nanovllm.engine", "nanovllm.layers")}
     packages["nanovllm.engine"].__dict__["model_runner"] = runner
-    packages |= {module.__name__: module for module in (runner, linear, activation)}
+    packages |= {module.__name__: module for module in (runner, linear, activation, norm)}
     for name, module in packages.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "nanovllm.layers.attention", ModuleType("nanovllm.layers.attention"))
@@ -218,9 +287,10 @@ def test_it_is_put_in_place_before_the_import_and_not_after(monkeypatch: pytest.
     install()
     install(fp4_head=True)
     assert sys.modules.pop("nanovllm.layers.attention").Attention is Attention
-    model = nn.Sequential(LinearBase(0, 0))
+    model = nn.Sequential(LinearBase(0, 0), RMSNorm(96))
     model.lm_head = SimpleNamespace(weight=torch.randn(24, 96).bfloat16(), tp_size=1)
     runner.load_model(model, "here")
-    assert loaded == ["here"] and not isinstance(model[0], LinearBase) and isinstance(model.lm_head, Head)
+    assert loaded == ["here"] and isinstance(model.lm_head, Head)
+    assert not isinstance(model[0], LinearBase) and not isinstance(model[1], RMSNorm)
     with pytest.raises(ArgumentError, match="cache: got 'fp8'"):
         install(cache="fp8")

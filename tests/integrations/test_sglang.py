@@ -21,6 +21,8 @@ pytest.importorskip("sglang")
 pytest.importorskip("triton")
 
 from sglang.srt.layers import linear
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -44,7 +46,10 @@ def engine() -> Iterator[None]:
     HookRegistry.apply_hooks()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with get_context().override_server_args(device="cpu"), get_parallel().override(tp_group=None):
+    with (
+        get_context().override_server_args(device="cpu"),
+        get_parallel().override(tp_group=None, moe_ep_size=1, moe_ep_rank=0, moe_tp_size=1, moe_tp_rank=0),
+    ):
         yield
     torch.set_default_dtype(before)
 
@@ -78,8 +83,8 @@ CONFIGS = {
 }
 
 
-def loaded(layer: Any, case: str, n: int, k: int, scale: float, *shard: Any) -> torch.Tensor:
-    """Give the layer a random matrix [n, k] as SGLang's loader does; returns its values, float64."""
+def matrix(case: str, n: int, k: int, scale: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A random matrix [n, k]: the tensors of a checkpoint, and its values, float64."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     if case == "mxfp4":
         tensors = {"weight_packed": codes, "weight_scale": torch.randint(124, 129, (n, k // 32), dtype=torch.uint8)}
@@ -90,11 +95,17 @@ def loaded(layer: Any, case: str, n: int, k: int, scale: float, *shard: Any) -> 
         names = ("weight_packed", "weight_global_scale") if case.startswith("nvfp4") else ("weight", "weight_scale_2")
         given = 1 / scale if case.startswith("nvfp4") else scale
         tensors = {names[0]: codes, "weight_scale": scales, names[1]: torch.tensor([given], dtype=torch.float32)}
+    blocks = decode_e2m1(unpack_e2m1(codes)).double().unflatten(-1, (values.shape[-1], -1))
+    return tensors, (blocks * values.double().unsqueeze(-1)).flatten(-2) * scale
+
+
+def loaded(layer: Any, case: str, n: int, k: int, scale: float, *shard: Any) -> torch.Tensor:
+    """Give the layer a random matrix [n, k] as SGLang's loader does; returns its values."""
+    tensors, values = matrix(case, n, k, scale)
     for name, tensor in tensors.items():
         parameter = getattr(layer, name)
         parameter.weight_loader(parameter, tensor, *shard)
-    blocks = decode_e2m1(unpack_e2m1(codes)).double().unflatten(-1, (values.shape[-1], -1))
-    return (blocks * values.double().unsqueeze(-1)).flatten(-2) * scale
+    return values
 
 
 def check(layer: Any, weight: torch.Tensor) -> None:
@@ -167,6 +178,55 @@ def test_layers_of_every_kind_equal_the_checkpoint(case: str) -> None:
 def test_layers_that_the_checkpoint_excludes_stay(case: str) -> None:
     layer = linear.ReplicatedLinear(K, 8, bias=False, quant_config=CONFIGS[case](), prefix="model.layers.0.mlp.gate")
     assert type(layer.quant_method) is UnquantizedLinearMethod
+
+
+def experts(case: str, **changes: Any) -> FusedMoE:
+    """A layer of experts as SGLang makes it."""
+    arguments: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 96}
+    arguments |= {"layer_id": 0, "quant_config": CONFIGS[case](), "prefix": "model.layers.0.mlp.experts"}
+    return FusedMoE(**arguments | changes)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_experts_equal_the_checkpoint(case: str) -> None:
+    layer = experts(case)
+    assert isinstance(layer.quant_method, plugin.Jitfp4ExpertsMethod)
+    weights = {}
+    for expert in range(4):
+        for number, (shard, n, k) in enumerate((("w1", 96, 64), ("w3", 96, 64), ("w2", 64, 96))):
+            tensors, weights[expert, shard] = matrix(case, n, k, 0.01 * (1 + expert + number))
+            for name, tensor in tensors.items():
+                full = f"{'w2' if shard == 'w2' else 'w13'}_{name}"
+                parameter = getattr(layer, full)
+                given = tensor if tensor.dim() > 1 else tensor[0]
+                parameter.weight_loader(parameter, given, f"experts.{full}", shard_id=shard, expert_id=expert)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = (torch.randn(4, 64) / 16).bfloat16()
+    ids = torch.tensor([[0, 1], [2, 3], [1, -1], [3, 3]], dtype=torch.int32)
+    router = torch.rand(4, 2, dtype=torch.float32)
+    out = layer(x, StandardTopKOutput(router, ids, torch.zeros(4, 4)))
+    exact = torch.zeros(4, 64, dtype=torch.float64)
+    for token, slot in ((token, slot) for token in range(4) for slot in range(2) if ids[token, slot] >= 0):
+        first, second, last = (weights[int(ids[token, slot]), shard] for shard in ("w1", "w3", "w2"))
+        h = (torch.nn.functional.silu(first @ x[token].double()) * (second @ x[token].double())).bfloat16().double()
+        exact[token] += router[token, slot].double() * (last @ h)
+    assert ((out.double() - exact).abs() <= 2**-6 * exact.abs().amax(1, keepdim=True)).all()
+
+
+def test_experts_that_jitfp4_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, prefix = experts("nvfp4"), "model.layers.0.mlp.experts"
+    for owner, name, value in (
+        (layer.moe_runner_config, "swiglu_limit", 7.0),
+        (layer.moe_runner_config, "activation", "gelu"),
+        (layer, "intermediate_size_per_partition", 80),
+        (layer, "with_bias", True),
+        (layer, "num_fused_shared_experts", 1),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert plugin.method_of_compressed_tensors(lambda *_: "own", CONFIGS["nvfp4"](), layer, prefix) == "own"
+            assert plugin.method_of_modelopt(lambda *_: "own", CONFIGS["modelopt"](), layer, prefix) == "own"
+    assert plugin.method_of_compressed_tensors(lambda *_: "own", CONFIGS["nvfp4"](), layer, prefix) != "own"
 
 
 def test_scaled_inputs_stay() -> None:

@@ -1,8 +1,10 @@
-"""generate_batch(): continuous batching over transformers' own paged cache, with FP4 weights, on the CPU."""
+"""generate_batch(): continuous batching, with FP4 weights, over transformers' cache and over NVFP4, on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,29 +12,64 @@ import torch
 pytest.importorskip("transformers")
 import transformers
 
-from jitfp4.integrations.transformers import Jitfp4Config, register
+from jitfp4.errors import ArgumentError
+from jitfp4.integrations.transformers import Jitfp4Config, Nvfp4Cache, calibrate, register
 from tests.support.tiny_models import load, prompts, save
 
 register()
-NEW, LENGTHS = 6, (5, 9, 3)
+NEW, LENGTHS = 4, (5, 39, 3, 40)
+PAGE, STEP = 16, 32  # tokens of a page, and of a step: longer prompts are read in parts
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-@torch.no_grad()
-def test_batches_continue_with_likely_tokens(kind: str, tmp_path: Path) -> None:
-    """Each token has the largest logit of a run of its own request, or as much but for the rounding to bf16."""
-    model = load(save(kind, tmp_path / "floats"), quantization_config=Jitfp4Config(), attn_implementation="sdpa")
-    given = [prompts(1, length)[0].tolist() for length in LENGTHS]
+def batches(model: Any, given: list[list[int]]) -> list[list[int]]:
     outs = model.generate_batch(
         given,
         generation_config=transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=16, max_batch_tokens=STEP
+        ),
     )
-    assert len(outs) == len(given)
-    for prompt, out in zip(given, outs.values(), strict=True):
-        assert out.prompt_ids == prompt and len(out.generated_tokens) == NEW
-        logits = model(torch.tensor([prompt + out.generated_tokens])).logits[0, len(prompt) - 1 : -1].float()
-        chosen = logits.gather(1, torch.tensor(out.generated_tokens).unsqueeze(1)).squeeze(1)
+    assert [out.prompt_ids for out in outs.values()] == given
+    return [out.generated_tokens for out in outs.values()]
+
+
+def given_prompts() -> list[list[int]]:
+    """The last begins as the second does: their pages are shared."""
+    given = [prompts(1, length)[0].tolist() for length in LENGTHS]
+    return [*given[:3], given[1][:35] + given[3][35:]]
+
+
+def check(model: Any, given: list[list[int]], outs: list[list[int]], cache: Callable[[], Any]) -> None:
+    """Each token has the largest logit of a run of its own request, or as much but for the rounding to bf16."""
+    for prompt, out in zip(given, outs, strict=True):
+        assert len(out) == NEW
+        logits = model(torch.tensor([prompt + out]), past_key_values=cache()).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(out).unsqueeze(1)).squeeze(1)
         most = logits.amax(1)
         assert (chosen >= most - most.abs() * 2**-6).all()
         assert (most - logits.median(1).values > most.abs() * 2**-3).all()  # other tokens would not do
+
+
+@torch.no_grad()
+def test_batches_continue_with_likely_tokens(tmp_path: Path) -> None:
+    model = load(save("qwen3_moe", tmp_path / "floats"), quantization_config=Jitfp4Config(), attn_implementation="sdpa")
+    given = given_prompts()
+    check(model, given, batches(model, given), lambda: None)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+@torch.no_grad()
+def test_batches_over_nvfp4_continue_as_an_nvfp4_cache_does(kind: str, tmp_path: Path) -> None:
+    """Also with windows and sinks, prompts in parts, shared pages. Experts in floats are faster here."""
+    batching = pytest.importorskip("jitfp4.integrations.transformers.batches", exc_type=ImportError)
+    fp4 = {} if kind == "gpt_oss" else {"quantization_config": Jitfp4Config()}
+    model = load(save(kind, tmp_path / "floats"), attn_implementation="jitfp4", **fp4)
+    given, scales = given_prompts(), calibrate(model, prompts(2, 40))
+    with batching.nvfp4_batches(model, scales):
+        outs = batches(model, given)
+        with pytest.raises(ArgumentError, match="cache: got another one, or none"):
+            model(torch.tensor([[1, 2]]))
+    check(model, given, outs, lambda: Nvfp4Cache(model.config, 64, scales))
+    assert model.config._attn_implementation == "jitfp4"
+    with pytest.raises(ArgumentError, match="scales: got 1 pairs; allowed: 2"):
+        batching.nvfp4_batches(model, scales[:1]).__enter__()

@@ -40,7 +40,7 @@ def fp8_row_scale(weight: Fp4Weight) -> torch.Tensor:
     check_still("weight", partial(replace, weight))
     if weight.row_scale is not None:
         return weight.row_scale * _MXFP4_SHIFT
-    largest = torch.empty(weight.data.shape[0] * TILE_ROWS, device=weight.data.device)
+    largest = torch.empty(weight.data.shape[0] * TILE_ROWS, dtype=torch.float32, device=weight.data.device)
     for tile in range(0, weight.data.shape[0], _TILES):
         codes, scales = unpack(weight.data[tile : tile + _TILES], NVFP4)
         used = (codes.unflatten(-1, (-1, NVFP4.block)) & 7 != 0).any(-1)

@@ -67,7 +67,7 @@ def _over_nvfp4(
 ) -> torch.Tensor:
     layer, count = appended.layer, query.shape[2]
     layer.step(count, padding)
-    key, value, rows = (_by_token(states) for states in (appended.key, appended.value, query))
+    key, value, rows = (by_token(states) for states in (appended.key, appended.value, query))
     layer.append(key, value)
     return over_pages(rows, layer, count, scaling, window, sinks)
 
@@ -98,7 +98,7 @@ def over_pages(
     return (out if isinstance(out, torch.Tensor) else out[0]).view(requests.batch, count, *rows.shape[1:])
 
 
-def _by_token(states: torch.Tensor) -> torch.Tensor:
+def by_token(states: torch.Tensor) -> torch.Tensor:
     """[batch, heads, tokens, d] to [batch * tokens, heads, d], rows 16-byte aligned; a copy where it must be one."""
     return regular(states.transpose(1, 2).flatten(0, 1))
 
