@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.reference.formats import decode_e4m3
 from jitfp4.reference.gemm import error_bound, matmul
+from jitfp4.reference.norm import quantize_rows
 
 
 def experts_of(ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> torch.Tensor:
@@ -14,6 +16,12 @@ def experts_of(ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int)
         inside = (local >= 0) & (local < len(expert_map))
         local = torch.where(inside, expert_map.long()[torch.where(inside, local, 0)], -1)
     return torch.where((local >= 0) & (local < experts), local, -1)
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """float32: rows of x as they are after they were quantized."""
+    codes, scale = quantize_rows(x)
+    return decode_e4m3(codes) * scale.unsqueeze(-1)
 
 
 def activation(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:

@@ -26,10 +26,12 @@ _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
 _ITEM_ROWS = ((8, 2), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, math.inf))
 
+_FP8_ROWS = 16  # of an item, at least
+
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
 
-def item_rows_of(assignments: int, experts: int, arch: Arch | None) -> int:
+def item_rows_of(assignments: int, experts: int, arch: Arch | None, *, fp8: bool = False) -> int:
     """Rows of an item of the list; 0 for no list. It depends on nothing else, so that both products have one list.
 
     ``arch`` is None where it is not known: on a CPU, and while torch.compile traces.
@@ -38,9 +40,9 @@ def item_rows_of(assignments: int, experts: int, arch: Arch | None) -> int:
         return forced
     mean = assignments / experts
     found = STREAMED if arch is not None and arch.has_wgmma and mean <= _STREAMED_ROWS else FEW
-    if assignments <= found:
+    if assignments <= found and not fp8:
         return 0
-    return next(item_rows for item_rows, most in _ITEM_ROWS if mean <= most)
+    return next(item_rows for item_rows, most in _ITEM_ROWS if mean <= most and item_rows >= (_FP8_ROWS if fp8 else 0))
 
 
 @contextmanager
@@ -131,5 +133,6 @@ def _problems(arch: Arch, products: tuple[Product, ...], n: int, k: int) -> Iter
     for kind, dtype, block_format, tokens, (size, slots) in product(
         products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 1), (n // 64, 8))
     ):
-        item_rows = item_rows_of(tokens * slots, experts, arch)
-        yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows)
+        for fp8 in (False, True) if arch.has_wgmma else (False,):
+            item_rows = item_rows_of(tokens * slots, experts, arch, fp8=fp8)
+            yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows, fp8)
