@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import product as pairs_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,13 +255,11 @@ def measure(
         del copies, peers
 
 
-def measure_fp8(
-    layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str]
-) -> Iterator[dict[str, object]]:
+def measure_fp8(layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str]) -> Iterator[dict[str, object]]:
     """A line for each case: both kinds of activations, in turn."""
     for layer in layers:
         copies = make_copies(layer)
-        for routing, count in product(routings, tokens):
+        for routing, count in pairs_of(routings, tokens):
             case = make_case(layer, count, routing)
             us, fp8_us = medians([layer_replay(case, copies), layer_replay(case, copies, "fp8")], REPLAYS)
             row = {"layer": layer.name, "routing": routing, "tokens": count}

@@ -369,9 +369,7 @@ def rounded_to_e4m3(weight: Fp4Weight, row_scale: torch.Tensor) -> torch.Tensor:
     2^-9 that is less than 2^-9 away.
     """
     codes, bytes_ = unpack(weight.data, weight.format)
-    shift = (
-        row_scale.unsqueeze(-1) if weight.format is NVFP4 else torch.full_like(row_scale, MXFP4_UNIT).unsqueeze(-1)
-    )
+    shift = row_scale.unsqueeze(-1) if weight.format is NVFP4 else torch.full_like(row_scale, MXFP4_UNIT).unsqueeze(-1)
     scales = decode_scales(bytes_)
     scales = (scales + torch.exp2(torch.floor(torch.log2(scales))) * _MARK) / shift
     magnitudes = decode_e2m1(codes & 7) * scales.repeat_interleave(weight.format.block, -1)

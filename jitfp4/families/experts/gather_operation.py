@@ -30,17 +30,14 @@ def _problems(arch: Arch) -> Iterator[GatherProblem]:
 def _reference(arguments: GatherArguments) -> None:
     a = arguments
     for _, first, rows, _ in a.items.tolist():
-        if a.order is None:
-            assignments = torch.arange(first, first + rows)
-        else:
-            assignments = a.order[first : first + rows].long()
-        x = a.x[assignments // a.slots]
-        if a.input_weights is not None:
-            x = (x.float() * a.input_weights.flatten()[assignments].unsqueeze(-1)).to(x.dtype)
+        here = slice(first, first + rows)
+        x = a.x[here] if a.order is None else a.x[a.order[here].long() // a.slots]
+        if a.input_weights is not None and a.order is not None:
+            x = (x.float() * a.input_weights.flatten()[a.order[here].long()].unsqueeze(-1)).to(x.dtype)
         if a.scales is not None:
-            x, a.scales[first : first + rows] = quantize_rows(x)
+            x, a.scales[here] = quantize_rows(x)
             x = x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
-        a.rows[first : first + rows] = x
+        a.rows[here] = x
 
 
 EXPERTS_GATHER = Operation(
