@@ -36,10 +36,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: tor
     return product if bias is None else product + bias.double()
 
 
-def linear_bound(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_bound(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, fp8: bool = False
+) -> torch.Tensor:
     """How far float32 results of a kernel may be from linear()."""
     scaled = weight.double() * scale.double().unsqueeze(-1)
-    return error_bound(x, scaled, None, bias, torch.float32)
+    return error_bound(x, scaled, None, bias, torch.float32, fp8=fp8)
 
 
 def activation_bound(

@@ -77,6 +77,37 @@ def test_every_cut_without_a_race(
         assert_layer(layer, x, ids, weights, activation="swigluoai" if gated else "relu2")
 
 
+# In E4M3 steps have 256 columns: an odd number of halves, an even one, and one alone, whole and not
+FP8_CASES = (
+    (WideTactic(32, 16, 2, 2), 37, 288, 96, NVFP4, True, BF16),
+    (WideTactic(16, 8, 4), 20, 544, 64, MXFP4, True, F16),
+    (WideTactic(80, 8, 4, 2), 90, 96, 160, NVFP4, False, F16),
+    (WideTactic(160, 16, 3, 2), 150, 256, 96, MXFP4, False, BF16),
+)
+
+
+@pytest.mark.parametrize(("tactic", "tokens", "hidden", "inter", "block_format", "gated", "dtype"), FP8_CASES, ids=str)
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
+def test_products_of_e4m3(
+    tactic: WideTactic,
+    tokens: int,
+    hidden: int,
+    inter: int,
+    block_format: BlockFormat,
+    gated: bool,
+    dtype: torch.dtype,
+    arch: str,
+) -> None:
+    """Without a race; the first case has weights on the input, too, and skipped slots between two layers."""
+    layer = make_layer(3, hidden, inter, block_format, gated=gated)
+    x, (ids, weights) = make_x(tokens, hidden, dtype), make_routing(tokens, 2, 3, skipped=True)
+    kind = "swigluoai" if gated else "relu2"
+    with forced(tactic, races=True):
+        assert_layer(
+            layer, x, ids, weights, activation=kind, activations="fp8", apply_router_weight_on_input=dtype is BF16
+        )
+
+
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_the_layer_is_that_of_float64(arch: str) -> None:
     """Not only each step by itself; by the table's own choice."""
@@ -127,15 +158,15 @@ def test_rows_apart_in_input_and_output(arch: str) -> None:
     assert (wide[:, 96:] == 7).all()
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(("seed", "activations"), [(None, "fp8"), (3, None), (5, "fp8")])
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
-def test_dependent_launches(seed: int | None, arch: str) -> None:
+def test_dependent_launches(seed: int | None, activations: str | None, arch: str) -> None:
     """Two layers behind each other: nothing is touched too early, not even what lies before the kernel ahead."""
     layer, (ids, weights) = make_layer(3, 64, 64), make_routing(20, 2, 3, skipped=True)
     chain = sim.Chain(constant=list(layer.tensors().values()), after_unknown=True)
     with forced(SMALL, races=True, chain=chain, seed=seed):
         once = fp4_experts(make_x(20, 64), layer, ids, weights)
-        fp4_experts(once, layer, ids, weights)
+        fp4_experts(once, layer, ids, weights, activations=activations)
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------
