@@ -33,14 +33,24 @@ def route(ctas: int) -> None:
         assert_routed(make_ids(170, 8), None, EXPERTS, 16)
 
 
-def layer(tactic: NarrowTactic | StreamTactic | WideTactic, tokens: int, *, listed: bool = True) -> None:
+def layer(
+    tactic: NarrowTactic | StreamTactic | WideTactic,
+    tokens: int,
+    *,
+    listed: bool = True,
+    activations: str | None = None,
+) -> None:
     """A layer with more chunks than stages, and tiles, chunks and items that are not whole; some slots are skipped."""
     rows = getattr(tactic, "tile_m", 0) if listed else 0
     down: Any = CombineTactic(128) if isinstance(tactic, WideTactic) else tactic
     results = EXPERTS_RESULTS.forced(tactic) if isinstance(tactic, WideTactic) else nullcontext()
     with few_sms(), forced_item_rows(rows), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(down), results:
         ids, weights = make_routing(tokens, 2, 3, skipped=True)
-        jitfp4.fp4_experts(make_x(tokens, 288), make_layer(3, 288, 288), ids, weights)
+        jitfp4.fp4_experts(make_x(tokens, 288), make_layer(3, 288, 288), ids, weights, activations=activations)
+
+
+def many_in_e4m3() -> None:
+    layer(WideTactic(32, 16, 2, 2), tokens=40, activations="fp8")
 
 
 def few(tactic: FewTactic) -> None:
