@@ -38,6 +38,7 @@ def layer(
     tokens: int,
     *,
     listed: bool = True,
+    size: int = 288,
     activations: str | None = None,
 ) -> None:
     """A layer with more chunks than stages, and tiles, chunks and items that are not whole; some slots are skipped."""
@@ -46,11 +47,13 @@ def layer(
     results = EXPERTS_RESULTS.forced(tactic) if isinstance(tactic, WideTactic) else nullcontext()
     with few_sms(), forced_item_rows(rows), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(down), results:
         ids, weights = make_routing(tokens, 2, 3, skipped=True)
-        jitfp4.fp4_experts(make_x(tokens, 288), make_layer(3, 288, 288), ids, weights, activations=activations)
+        experts = make_layer(3, size, size)
+        jitfp4.fp4_experts(make_x(tokens, size), experts, ids, weights, activations=activations)
 
 
 def many_in_e4m3() -> None:
-    layer(WideTactic(32, 16, 2, 2), tokens=40, activations="fp8")
+    """With five halves of steps."""
+    layer(WideTactic(32, 16, 2, 2), tokens=40, size=544, activations="fp8")
 
 
 def few(tactic: FewTactic) -> None:

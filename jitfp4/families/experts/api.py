@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from jitfp4 import engine, replay, sim
+from jitfp4.arch import names_with
 from jitfp4.dispatch import is_watched
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
@@ -64,7 +65,7 @@ def fp4_experts(
         expert_map: int32 [global experts], contiguous: the number of each expert among those of ``experts``, or -1 if
             it is on another rank. Then ``topk_ids`` has global numbers.
         apply_router_weight_on_input: multiply x by the weights, not the results.
-        activations: "fp8": both products are of E4M3, for many tokens on sm_90a; see Numerics. None: of 16 bits.
+        activations: "fp8": both products are of E4M3, for many tokens, on sm_90a alone; see Numerics. None: of 16 bits.
         out: [tokens, hidden] to fill in place, of x's dtype; elements of a row adjacent, rows at multiples of 16 bytes;
             sharing no memory with another argument. Allocated when None.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
@@ -88,7 +89,6 @@ def fp4_experts(
         stay in the tensor cores, which keep about 14 bits of them.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
-        UnsupportedArchError: activations "fp8" on a GPU other than sm_90a.
     """
     if not isinstance(experts, Fp4Experts):
         raise ArgumentTypeError("experts", type(experts).__name__, "an Fp4Experts, from prepare_fp4_experts()")
@@ -132,6 +132,8 @@ def _item_rows(ids: torch.Tensor, experts: Fp4Experts, fp8: bool) -> int:
         return 0
     is_known = not torch.compiler.is_dynamo_compiling() and not is_watched()
     arch = engine.target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
+    if fp8 and arch is not None and not arch.has_wgmma:
+        raise ArgumentError("activations", "'fp8'", f"None on {arch.name}: products are of {names_with('has_wgmma')}")
     return item_rows_of(ids.numel(), experts.experts, arch, fp8=fp8)
 
 

@@ -44,7 +44,7 @@ class GatherProblem(NamedTuple):
     slots: int
     items: int
     item_rows: int
-    fp8: bool
+    fp8: bool = False
 
 
 class Problem(NamedTuple):
