@@ -205,7 +205,8 @@ def _raise_nvfp4(codes: torch.Tensor, bytes_: torch.Tensor) -> tuple[torch.Tenso
     counts = (codes.unflatten(-1, (-1, NVFP4.block)) & 7 != 0).any(-1) & (bytes_ != _NAN)
     top = torch.where(counts, bytes_ >> 3, 0).amax(-1, keepdim=True)
     lift = torch.where(top > 0, _TOP - top, 0)
-    power = torch.ldexp(torch.ones(len(lift), device=lift.device), -lift.squeeze(-1).to(torch.int32))
+    ones = torch.ones(len(lift), dtype=torch.float32, device=lift.device)
+    power = torch.ldexp(ones, -lift.squeeze(-1).to(torch.int32))
     return torch.where(counts, bytes_ + (lift << 3), bytes_), power
 
 
