@@ -11,7 +11,7 @@ from jitfp4.integrations.layers import Fp4Linear
 def use_fp8_activations(model: nn.Module) -> int:
     """Let the linear layers in FP4 of a model quantize their activations to E4M3 in steps of 512 tokens and more.
 
-    So do experts in FP4, in steps with 64 rows and more for each expert in the mean. Steps of fewer tokens are not
+    So do experts in FP4, in steps with 128 rows and more for each expert in the mean. Steps of fewer tokens are not
     changed. Numbers of the others are: docs/numerics.md says by how much. Weights keep their memory; a linear layer
     gets a float32 for each row of its weight. Layers in floats stay as they are.
     Call it when the model is on its device, and after anything that fuses layers; moving the model undoes it.
