@@ -19,7 +19,7 @@ LEAST_ROWS = 512
 
 
 LEAST_ROWS_OF_EXPERT = 128
-"""The mean number of rows of an expert from which a layer of experts is in FP8: with fewer it gains little, or is slower."""
+"""The mean number of rows of an expert from which experts are in FP8: with fewer they gain little, or lose."""
 
 
 def check_gpu(weight: torch.Tensor) -> None:
