@@ -29,11 +29,11 @@ from bench.accuracy_kv import error
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4 import Fp4Weight, SfLayout, fp8_row_scale, mxfp4_quantize, nvfp4_quantize, prepare_fp4_weight
-from jitfp4.families.gemm.fp8_weight import rounded
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.sim import formats
 from jitfp4.sim.tensorcore import DotUnit, Operand, fused_dot_add
 from jitfp4.weight import TILE_COLS
+from jitfp4.weight import rounded_to_e4m3 as rounded
 
 M, N = 16, 64
 COLUMNS = (4096, 14336, 28672)  # of normal operands; of others, the first

@@ -4,7 +4,9 @@ Run on a GPU: ``python -m bench.bench_experts [--out DIR]`` writes ``experts.csv
 number of tokens. ``--part search`` measures whole layers with every tactic of the product up, then, with the best of
 these, every tactic of the product down, with and without a list of items, and writes ``experts_search.csv``; the tables
 follow from it. Each tactic has one replay, and those that are nearly the fastest have five more, in turn.
-``--layers``, ``--tokens`` and ``--routings`` take some of the cases.
+``--part fp8`` measures layers with activations in E4M3 in turn with those in 16 bits, and writes ``experts_fp8.csv``; a
+search with ``--fp8`` is one of their tactics, and writes ``experts_search_fp8.csv``. ``--layers``, ``--tokens`` and
+``--routings`` take some of the cases.
 
 A case is a graph of calls that go in turn through two copies of the layer and through routings of their own, so that
 weights are cold: between two reads of the same expert lie 330 MB and more, or the other copy. Activations are warm. The
@@ -28,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product as pairs_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +90,7 @@ LAYERS = (
 TOKENS = (1, 8, 64, 256, 2048)
 ROUTINGS = ("uniform", "zipf", "8 experts")
 SEARCHED_TOKENS = (1, 8, 64)
+FP8_TOKENS = (256, 2048, 8192)
 PEERS = Path(__file__).parent / "results/h200/experts_peers.csv"
 COPIES = 2
 REPLAYS = 7
@@ -170,12 +174,12 @@ def make_case(layer: Layer, tokens: int, routing: str) -> Case:
     return Case(layer, tokens, [one.to(device="cuda") for one in ids], weights, x, touched)
 
 
-def layer_replay(case: Case, copies: Copies) -> Replay:
+def layer_replay(case: Case, copies: Copies, activations: str | None = None) -> Replay:
     out = torch.empty_like(case.x)
     calls = [
         partial(
             fp4_experts, case.x, copies.experts[number % COPIES], ids, case.weights,
-            activation=case.layer.activation, out=out,
+            activation=case.layer.activation, activations=activations, out=out,
         )
         for number, ids in enumerate(case.ids)
     ]  # fmt: skip
@@ -251,12 +255,26 @@ def measure(
         del copies, peers
 
 
+def measure_fp8(layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str]) -> Iterator[dict[str, object]]:
+    """A line for each case: both kinds of activations, in turn."""
+    for layer in layers:
+        copies = make_copies(layer)
+        for routing, count in pairs_of(routings, tokens):
+            case = make_case(layer, count, routing)
+            us, fp8_us = medians([layer_replay(case, copies), layer_replay(case, copies, "fp8")], REPLAYS)
+            row = {"layer": layer.name, "routing": routing, "tokens": count}
+            row |= {"us": round(us, 2), "fp8_us": round(fp8_us, 2), "faster": round(us / fp8_us, 3)}
+            print(*row.values(), sep=", ", flush=True)
+            yield row
+        del copies
+
+
 # ---- search ----------------------------------------------------------------------------------------------------------
 
 
-def problems_of(layer: Layer, tokens: int, item_rows: int) -> tuple[Problem, Problem]:
+def problems_of(layer: Layer, tokens: int, item_rows: int, fp8: bool) -> tuple[Problem, Problem]:
     def problem(kind: Product, n: int, k: int) -> Problem:
-        return Problem(kind, DType.BF16, layer.format, tokens, layer.slots, layer.experts, n, k, item_rows)
+        return Problem(kind, DType.BF16, layer.format, tokens, layer.slots, layer.experts, n, k, item_rows, fp8)
 
     return (
         problem(Product.GATED, 2 * layer.inter, layer.hidden),
@@ -264,16 +282,18 @@ def problems_of(layer: Layer, tokens: int, item_rows: int) -> tuple[Problem, Pro
     )
 
 
-def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dict[int, tuple[list[Any], list[Any]]]:
+def searched(
+    layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str], fp8: bool
+) -> dict[int, tuple[list[Any], list[Any]]]:
     """By the rows of an item: tactics of both products."""
-    chosen = item_rows_of(tokens * layer.slots, layer.experts, arch)
-    sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= STREAMED else set())
+    chosen = item_rows_of(tokens * layer.slots, layer.experts, arch, fp8=fp8)
+    sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= STREAMED and not fp8 else set())
     mean, has_list = tokens * layer.slots / layer.experts, tokens * layer.slots > layer.slots
     if arch.has_wgmma and has_list and "wide" in kinds:
         sizes |= {t.tile_m for t in WIDE_TACTICS if mean <= t.tile_m <= max(_FEWEST_ROWS, _MOST_ROOM * mean)}
     found = {}
     for item_rows in sorted(sizes):
-        up, down = problems_of(layer, tokens, item_rows)
+        up, down = problems_of(layer, tokens, item_rows, fp8)
         operations = (EXPERTS_UP, up), (EXPERTS_DOWN, down), (EXPERTS_RESULTS, down)
         ups, downs, results = (
             [tactic for tactic in operation.candidates(problem, arch) if _is_tried(tactic, item_rows, kinds)]
@@ -296,15 +316,15 @@ def _is_tried(tactic: Any, item_rows: int, kinds: Sequence[str]) -> bool:
 
 
 def search(
-    layers: Sequence[Layer], tokens: Sequence[int], arch: Arch, kinds: Sequence[str], seconds: float
+    layers: Sequence[Layer], tokens: Sequence[int], arch: Arch, kinds: Sequence[str], seconds: float, fp8: bool
 ) -> Iterator[dict[str, object]]:
     """Cases until the time is over; a case is measured whole."""
-    cases = [(layer, count, searched(layer, count, arch, kinds)) for layer in layers for count in tokens]
+    cases = [(layer, count, searched(layer, count, arch, kinds, fp8)) for layer in layers for count in tokens]
     specs = {
         (kernel, kernel.specialise(problem, tactic))
         for layer, count, found in cases
         for item_rows, both in found.items()
-        for kernels, problem, tactics in zip(_KERNELS, problems_of(layer, count, item_rows), both, strict=True)
+        for kernels, problem, tactics in zip(_KERNELS, problems_of(layer, count, item_rows, fp8), both, strict=True)
         for tactic in tactics
         for kernel in kernels
         if isinstance(tactic, kernel.tactic)
@@ -321,17 +341,18 @@ def search(
             case = make_case(layer, count, "uniform")
             for item_rows, (ups, downs) in found.items():
                 with forced_item_rows(item_rows):
-                    yield from search_case(case, copies, item_rows, ups, downs)
+                    yield from search_case(case, copies, item_rows, ups, downs, "fp8" if fp8 else None)
 
 
 def search_case(
-    case: Case, copies: Copies, item_rows: int, ups: Sequence[Any], downs: Sequence[Any]
+    case: Case, copies: Copies, item_rows: int, ups: Sequence[Any], downs: Sequence[Any], activations: str | None
 ) -> Iterator[dict[str, object]]:
-    by_up = times_of(case, copies, [(tactic, None) for tactic in ups])
+    by_up = times_of(case, copies, [(tactic, None) for tactic in ups], activations)
     (best, _), _ = min(by_up.items(), key=lambda item: item[1])
-    by_down = times_of(case, copies, [(best, tactic) for tactic in downs])
+    by_down = times_of(case, copies, [(best, tactic) for tactic in downs], activations)
     fast = sorted(by_down, key=by_down.__getitem__)[:3]
-    again = times_of(case, copies, [(up, fast[0][1]) for up, _ in sorted(by_up, key=by_up.__getitem__)[:6]])
+    ups_again = [(up, fast[0][1]) for up, _ in sorted(by_up, key=by_up.__getitem__)[:6]]
+    again = times_of(case, copies, ups_again, activations)
     for product, times, place in (("up", by_up, 0), ("down", by_down, 1), ("up with the best down", again, 0)):
         for pair, us in times.items():
             tactic = pair[place]
@@ -348,7 +369,9 @@ def search_case(
     print(case.layer.name, case.tokens, item_rows, f"{us:.2f} us", up, down, flush=True)
 
 
-def times_of(case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]]) -> dict[tuple[Any, Any], float]:
+def times_of(
+    case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]], activations: str | None
+) -> dict[tuple[Any, Any], float]:
     """Microseconds of whole layers by tactics; None for what the table says."""
     replays = {}
     for up, down in pairs:
@@ -359,7 +382,7 @@ def times_of(case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]]) -> di
                 stack.enter_context(EXPERTS_RESULTS.forced(down))
             elif down is not None:
                 stack.enter_context(EXPERTS_DOWN.forced(down))
-            replays[up, down] = layer_replay(case, copies)
+            replays[up, down] = layer_replay(case, copies, activations)
     times = {pair: replay.us() for pair, replay in replays.items()}
     near = [pair for pair in times if times[pair] <= _NEARLY * min(times.values())]
     times.update(zip(near, medians([replays[pair] for pair in near], _SEARCH_REPLAYS), strict=True))
@@ -370,18 +393,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     parser.add_argument("--peers", default=str(PEERS), help="a file of their microseconds, or 'measured'")
-    parser.add_argument("--part", choices=("cases", "search"), default="cases")
+    parser.add_argument("--part", choices=("cases", "fp8", "search"), default="cases")
     parser.add_argument("--layers", nargs="+", help="parts of their names")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS)
     parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS, help="of a search")
+    parser.add_argument("--fp8", action="store_true", help="a search of layers with activations in E4M3")
     parser.add_argument("--seconds", type=float, default=240.0, help="the most that a search may take")
     options = parser.parse_args()
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
     if options.part == "search":
         arch = target_of(torch.empty(1, device="cuda")).arch
-        found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.kinds, options.seconds)
-        write_results(options.out / "experts_search", list(found), stamp())
+        found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.kinds, options.seconds, options.fp8)
+        write_results(options.out / f"experts_search{'_fp8' if options.fp8 else ''}", list(found), stamp())
+        return
+    if options.part == "fp8":
+        rows = list(measure_fp8(layers, options.tokens or FP8_TOKENS, options.routings))
+        write_results(options.out / "experts_fp8", rows, stamp())
         return
     with_peers = options.peers == "measured"
     lines = [] if with_peers else list(csv.DictReader(Path(options.peers).read_text().splitlines()))

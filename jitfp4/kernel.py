@@ -38,7 +38,7 @@ def _no_scratch(_arguments: Any, _plan: Plan) -> dict[str, Scratch]:
 
 
 class Before(NamedTuple):
-    """An operation that runs before a kernel's launch, and its arguments, from what bind() gets."""
+    """An operation that runs before a kernel's launch, unless its arguments, from what bind() gets, are None."""
 
     operation: Callable[[Any], None]
     arguments: Callable[Concatenate[Any, Plan, ...], Any]

@@ -268,7 +268,8 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         kernel, like = plan.kernel, getattr(arguments, self._output)
         scratch = {name: replay.scratch(*wanted, like) for name, wanted in kernel.scratch(arguments, plan).items()}
         for before in kernel.before:
-            before.operation(before.arguments(arguments, plan, **scratch))
+            if (given := before.arguments(arguments, plan, **scratch)) is not None:
+                before.operation(given)
         return kernel.values(kernel.bind(arguments, plan, **scratch))
 
     def _conditions(self, arguments: ArgumentsT) -> tuple[tuple[torch.Tensor, ...], tuple[Pair, ...]]:

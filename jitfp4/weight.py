@@ -48,6 +48,9 @@ _UE8M0_NAN = 255
 _MOST_ROWS = 1 << 31
 _SLAB = 1 << 24  # elements that are packed at a time
 _ORDER, _GATED_ORDER = 3, 4  # the numbers of the order of codes and scales: others whenever pack() changes
+MXFP4_UNIT = 4.0  # in E4M3: the largest scale of a prepared row is 2^8, and 6 * 2^6 is the most that E4M3 holds
+_NORMAL, _STEP = 2.0**-6, 2.0**-9  # of E4M3: its least normal value, the distance of those below
+_MARK = 6 / 128  # of a scale's power of two: what cutting off needs in order to round
 _HALF_BLOCK = 8  # rows that a lane has in one register of a fragment
 ORDERS = ("concatenated gate,up", "concatenated up,gate", "interleaved")
 """How a matrix may have the rows of gates and ups; interleaved: both of a feature follow each other."""
@@ -197,6 +200,16 @@ def _encode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
     return blocks.flatten(-2), encoded, torch.exp2(top.squeeze(-1).double() - 127 - (_TOP - _BIAS)).float()
 
 
+def _raise_nvfp4(codes: torch.Tensor, bytes_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale bytes of rows whose largest is 2^8 or more, and the power of two by which that divides each row."""
+    counts = (codes.unflatten(-1, (-1, NVFP4.block)) & 7 != 0).any(-1) & (bytes_ != _NAN)
+    top = torch.where(counts, bytes_ >> 3, 0).amax(-1, keepdim=True)
+    lift = torch.where(top > 0, _TOP - top, 0)
+    ones = torch.ones(len(lift), dtype=torch.float32, device=lift.device)
+    power = torch.ldexp(ones, -lift.squeeze(-1).to(torch.int32))
+    return torch.where(counts, bytes_ + (lift << 3), bytes_), power
+
+
 def decode_scales(scales: torch.Tensor) -> torch.Tensor:
     """Scale bytes to float32."""
     value = torch.ldexp(1 + (scales & 7).float() / 8, (scales >> 3).to(torch.int32) - _BIAS)
@@ -272,8 +285,14 @@ def places_of(order: str, inter: int, device: torch.device) -> torch.Tensor:
     return feature + ~is_up * inter if order == ORDERS[1] else 2 * feature + is_up
 
 
-def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat) -> Fp4Weight:
-    """The prepared weight of packed codes [n, k / 2] and linear scales [n, k / block], both uint8 on one device."""
+def prepare(
+    codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat, powers: torch.Tensor | None = None
+) -> Fp4Weight:
+    """The prepared weight of packed codes [n, k / 2] and linear scales [n, k / block], both uint8 on one device.
+
+    ``powers`` float32 [n]: of NVFP4, each row is divided by a power of two, so that the largest scale is 2^8 or more,
+    and the powers are written there.
+    """
     n, k = codes.shape[0], codes.shape[1] * 2
     cols = round_up(k, TILE_COLS)
     tiles = ceil_div(n, TILE_ROWS)
@@ -287,6 +306,8 @@ def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat
         part, part_scales = unpack_e2m1(codes[rows]), scales[rows]
         if row_scale is None:
             part, part_scales = _encode_nvfp4(part, part_scales)
+            if powers is not None:
+                part_scales, powers[rows] = _raise_nvfp4(part, part_scales)
         else:
             part, part_scales, row = _encode_mxfp4(part, part_scales)
             row_scale[rows] = pad(row, (0, row_scale[rows].shape[0] - len(row)), value=1.0)
@@ -340,3 +361,23 @@ def without_gates(weight: Fp4Weight) -> tuple[Fp4Weight, Fp4Weight]:
         Fp4Weight(torch.cat(own), row_scale, n, k, form) for own, row_scale in zip(sides, row_scales, strict=True)
     )
     return gate, up
+
+
+def rounded_to_e4m3(weight: Fp4Weight, row_scale: torch.Tensor) -> torch.Tensor:
+    """float32 [n, k]: the values that products in FP8 multiply, with their row's scale; of gates and ups, gates first.
+
+    Divided by it, each is rounded to the nearest E4M3, ties to even; one that is less than 2^-6 then, to a multiple of
+    2^-9 that is less than 2^-9 away.
+    """
+    codes, bytes_ = unpack(weight.data, weight.format)
+    shift = row_scale.unsqueeze(-1) if weight.format is NVFP4 else torch.full_like(row_scale, MXFP4_UNIT).unsqueeze(-1)
+    scales = decode_scales(bytes_)
+    scales = (scales + torch.exp2(torch.floor(torch.log2(scales))) * _MARK) / shift
+    magnitudes = decode_e2m1(codes & 7) * scales.repeat_interleave(weight.format.block, -1)
+    least = _STEP / 16  # the products are made in bf16, whose distances near zero are these
+    magnitudes = torch.where(magnitudes < _NORMAL, torch.round(magnitudes / least) * least, magnitudes)
+    power = torch.exp2(torch.floor(torch.log2(magnitudes.clamp_min(_NORMAL))))
+    cut = torch.floor(magnitudes / (power / 8)) * (power / 8)
+    values = torch.where(codes & 8 != 0, -cut, cut) * row_scale.unsqueeze(-1)
+    values = values[: weight.n, : weight.k]
+    return gates_first(values) if weight.gated else values

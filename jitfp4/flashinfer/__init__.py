@@ -20,8 +20,8 @@ import sys
 from typing import Any
 
 import jitfp4
+from jitfp4.flashinfer.expert_layers import forget_weights
 from jitfp4.flashinfer.modules import ALL, HERE, MODULES, look_up, register
-from jitfp4.flashinfer.moe import forget_weights
 from jitfp4.flashinfer.substitution import Installed, Overlaid, install, overlay, uninstall
 
 __all__ = ["MODULES", "Installed", "Overlaid", "forget_weights", "install", "overlay", "uninstall"]

@@ -11,10 +11,11 @@ from typing import Any
 import jitfp4
 
 HERE = {
-    "ActivationType": "moe",
+    "ActivationType": "expert_layers",
     "cutlass_fused_moe": "moe",
     "interleave_moe_scales_for_sm90_mixed_gemm": "mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm": "mixed_gemm",
+    "trtllm_fp4_block_scale_routed_moe": "trtllm_moe",
 }
 """Names that jitfp4 has for FlashInfer's callers alone, and their modules in this package."""
 

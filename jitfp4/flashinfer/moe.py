@@ -1,8 +1,7 @@
 # ruff: noqa: ARG001 - FlashInfer's parameters
 """FlashInfer's ``cutlass_fused_moe``: of its many kinds of layers those with FP4 weights and 16-bit activations.
 
-The function gets weights and scales as an engine keeps them, again with each call, but the kernels read them in another
-order. So they are prepared at the first call, and remembered for as long as the engine keeps its own.
+Weights and scales are prepared at the first call, and remembered for as long as the engine keeps its own.
 """
 
 from __future__ import annotations
@@ -10,15 +9,22 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from jitfp4 import engine
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.experts import Fp4Experts, fp4_experts, prepare_fp4_experts
+from jitfp4.flashinfer.expert_layers import (
+    ActivationType,
+    Layer,
+    check_activation,
+    check_kind,
+    map_of_rank,
+    one_value,
+    remembered,
+)
 from jitfp4.flashinfer.mixed_gemm import deinterleave_scales, deinterleave_weights
 from jitfp4.layouts import SfLayout
 from jitfp4.public import checked
@@ -26,32 +32,6 @@ from jitfp4.tensors import check_contiguous, check_dtype
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MXFP4, _NVFP4 = 2, 6  # how many quant_scales there are
-
-
-class ActivationType(IntEnum):
-    """FlashInfer's number of an activation; those that jitfp4 has."""
-
-    Swiglu = 3
-    SwigluBias = 5
-    Relu2 = 6
-
-    def __repr__(self) -> str:
-        return f"ActivationType.{self.name}"
-
-
-class _Layer(NamedTuple):
-    """What is remembered of weights: prepared, with the constants of their activation."""
-
-    experts: Fp4Experts
-    activation: str
-    alpha: float | None
-    beta: float | None
-    limit: float | None
-    expert_map: torch.Tensor | None
-
-
-_Key = tuple[Any, ...]
-_layers: dict[_Key, tuple[_Layer, tuple[StorageWeakRef, ...]]] = {}
 
 
 @checked
@@ -129,7 +109,9 @@ def cutlass_fused_moe(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    _check_kind(
+    check_kind(
+        "jitfp4 has FP4 weights with 16-bit activations",
+        _DEFAULTS,
         input_sf=input_sf,
         cluster_size=cluster_size,
         cluster_rank=cluster_rank,
@@ -181,11 +163,6 @@ def cutlass_fused_moe(
     return [out]
 
 
-def forget_weights() -> None:
-    """Free what cutlass_fused_moe() remembers of weights. The next call prepares them again."""
-    _layers.clear()
-
-
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(cutlass_fused_moe).parameters.items()}
 _CALL = {"x": "input", "topk_ids": "token_selected_experts", "topk_weights": "token_final_scales", "out": "output"}
 _PREPARATION = {
@@ -195,14 +172,6 @@ _PREPARATION = {
     "w13_bias": "fc1_expert_biases",
     "w2_bias": "fc2_expert_biases",
 }
-
-
-def _check_kind(**given: Any) -> None:
-    """That it is a kind of layer that jitfp4 has."""
-    for name, value in given.items():
-        if value is not _DEFAULTS[name] and value != _DEFAULTS[name]:
-            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise ArgumentError(name, got, f"{_DEFAULTS[name]!r}: jitfp4 has FP4 weights with 16-bit activations")
 
 
 def _scales_of(quant_scales: Sequence[torch.Tensor], grouped: bool) -> tuple[torch.Tensor, ...]:
@@ -230,42 +199,27 @@ class _Weights(NamedTuple):
     ep_size: int
     ep_rank: int
 
-    def layer(self) -> _Layer:
-        """The prepared layer, from memory if it is there."""
+    def layer(self) -> Layer:
+        """The prepared layer."""
         tensors = [self.w13, self.w2, *self.scales, self.w13_bias, self.w2_bias, *self.swiglu]
-        key = *map(_identity, tensors), self.activation, self.ep_size, self.ep_rank
-        if (found := _layers.get(key)) is not None and not any(map(StorageWeakRef.expired, found[1])):
-            return found[0]
-        for other, (_, storages) in [*_layers.items()]:
-            if any(map(StorageWeakRef.expired, storages)):
-                del _layers[other]
-        if self.w13.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ArgumentError("fc1_expert_weights", "weights without a call before this capture", "known weights")
+        others = self.activation, self.ep_size, self.ep_rank
         try:
-            made = self._prepared()
+            return remembered("fc1_expert_weights", tensors, others, self._prepared)
         except ArgumentError as error:
             raise renamed(error, _PREPARATION) from None
-        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor is not None)
-        _layers[key] = made, storages
-        return made
 
-    def _prepared(self) -> _Layer:
-        if self.activation not in list(ActivationType):
-            raise ArgumentError("activation_type", self.activation, ", ".join(map(repr, ActivationType)))
-        gated = self.activation != ActivationType.Relu2
+    def _prepared(self) -> Layer:
+        gated = check_activation(self.activation)
         prepare = self._mxfp4 if len(self.scales) == _MXFP4 else self._nvfp4
         experts = prepare("concatenated up,gate" if gated else None)
+        own = experts.experts
         alpha, beta, limit = (
-            None if values is None else _one_value(f"swiglu_{name}", values, experts.experts)
+            None if values is None else one_value(f"swiglu_{name}", values, own)
             for name, values in zip(("alpha", "beta", "limit"), self.swiglu, strict=True)
         )
-        expert_map = None
-        if self.ep_size > 1:
-            expert_map = torch.full((self.ep_size, experts.experts), -1, dtype=torch.int32, device=self.w13.device)
-            expert_map[self.ep_rank] = torch.arange(experts.experts, device=self.w13.device)
-            expert_map = expert_map.flatten()
+        expert_map = map_of_rank(self.ep_size * own, self.ep_rank * own, own, self.w13.device)
         limit = None if limit == math.inf else limit
-        return _Layer(experts, "swiglu" if gated else "relu2", alpha, beta, limit, expert_map)
+        return Layer(experts, "swiglu" if gated else "relu2", alpha, beta, limit, expert_map)
 
     def _mxfp4(self, order: str | None) -> Fp4Experts:
         codes = [_of("w13", self.w13, torch.uint8), _of("w2", self.w2, torch.uint8)]
@@ -310,14 +264,6 @@ class _Weights(NamedTuple):
         )
 
 
-def _identity(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What tells a tensor from others while its memory lives; the version changes with what is written into it."""
-    if tensor is None:
-        return None
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
-
-
 def _of(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Weights of an expert, of the type in which FlashInfer takes them."""
     check_dtype(name, weight, (dtype,))
@@ -338,14 +284,6 @@ def _product(alpha: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if alpha.dim() != 1 or (scale.numel() != 1 and scale.shape != alpha.shape):
         raise ArgumentError("quant_scales", f"shapes {tuple(alpha.shape)}, {tuple(scale.shape)}", "[experts], and one")
     return alpha * scale.flatten()
-
-
-def _one_value(name: str, values: torch.Tensor, experts: int) -> float:
-    check_dtype(name, values, (torch.float32,))
-    found = values.unique().tolist()
-    if tuple(values.shape) != (experts,) or len(found) != 1:
-        raise ArgumentError(name, f"shape {tuple(values.shape)}, values {found[:4]}", f"({experts},) of one value")
-    return float(found[0])
 
 
 # ---- beside FlashInfer -----------------------------------------------------------------------------------------------

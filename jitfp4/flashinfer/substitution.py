@@ -16,9 +16,14 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from jitfp4.errors import ArgumentError
+from jitfp4.flashinfer import moe, trtllm_moe
 from jitfp4.flashinfer.modules import ALL, FUNCTIONS, KERNELS, MODULES, Module, modules, of_jitfp4
-from jitfp4.flashinfer.moe import beside, cutlass_fused_moe
 
+_BESIDE = {
+    "cutlass_fused_moe": moe.beside,
+    "trtllm_fp4_block_scale_routed_moe": trtllm_moe.beside,
+}
+"""What of FlashInfer's function and jitfp4's serves a call, where both have their part."""
 _ENVIRONMENT = "FLASHINFER_NVFP4_4OVER6"  # FlashInfer's quantizers read it where they are not told
 
 
@@ -91,9 +96,10 @@ def overlay(*names: str) -> Overlaid:
     """Put jitfp4's functions into FlashInfer's modules, in this process, until uninstall() or the end of a ``with``.
 
     They are put where FlashInfer defines them, and where it gives them to others. What jitfp4 lacks stays FlashInfer's:
-    other functions, and the layers of ``cutlass_fused_moe`` that have no FP4 weights, or FP4 activations. So does
-    SfLayout, which jitfp4 takes as its own. Modules that hold a function already go on using it: call this before the
-    engine is imported. An overlay inside another adds to it; the end of the inner one leaves the outer one.
+    other functions, and the layers of ``cutlass_fused_moe`` that have no FP4 weights, or FP4 activations; so do those
+    of ``trtllm_fp4_block_scale_routed_moe`` on GPUs for which FlashInfer has kernels, and SfLayout, which jitfp4 takes
+    as its own. Modules that hold a function already go on using it: call this before the engine is imported. An overlay
+    inside another adds to it; the end of the inner one leaves the outer one.
 
     Args:
         names: of functions and classes; without any, all that both have.
@@ -154,7 +160,7 @@ def _patch(name: str) -> None:
         found = _imported(module) if name in listed else None
         if found is not None and vars(found).get(name) is not None:
             theirs = _patched[found, name] = getattr(found, name)
-            setattr(found, name, beside(theirs) if name == cutlass_fused_moe.__name__ else of_jitfp4(module, name))
+            setattr(found, name, _BESIDE[name](theirs) if name in _BESIDE else of_jitfp4(module, name))
 
 
 def _imported(name: str) -> ModuleType | None:

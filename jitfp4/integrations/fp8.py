@@ -18,13 +18,22 @@ LEAST_ROWS = 512
 """Rows of activations from which products are in FP8: below, products in 16 bits are as fast (h200/fp8.csv)."""
 
 
+LEAST_ROWS_OF_EXPERT = 128
+"""The mean number of rows of an expert from which experts are in FP8: with fewer they gain little, or lose."""
+
+
+def check_gpu(weight: torch.Tensor) -> None:
+    """Raises ArgumentError for a weight on a GPU without products in FP8."""
+    if weight.is_cuda and not device_arch(weight.get_device()).has_wgmma:
+        raise ArgumentError("activations", "'fp8'", "None on a GPU other than sm_90a")
+
+
 def row_scale_of(weight: Fp4Weight) -> torch.Tensor | None:
     """What products in FP8 need beside a weight; None where rows have a size that is not quantized.
 
     Raises ArgumentError on a GPU without such products.
     """
-    if weight.data.is_cuda and not device_arch(weight.data.get_device()).has_wgmma:
-        raise ArgumentError("activations", "'fp8'", "None on a GPU other than sm_90a")
+    check_gpu(weight.data)
     return fp8_row_scale(weight) if MIN_HIDDEN <= weight.k <= MAX_HIDDEN else None
 
 

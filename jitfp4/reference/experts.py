@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.reference.formats import decode_e4m3
 from jitfp4.reference.gemm import error_bound, matmul
+from jitfp4.reference.norm import quantize_rows
 
 
 def experts_of(ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> torch.Tensor:
@@ -14,6 +16,12 @@ def experts_of(ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int)
         inside = (local >= 0) & (local < len(expert_map))
         local = torch.where(inside, expert_map.long()[torch.where(inside, local, 0)], -1)
     return torch.where((local >= 0) & (local < experts), local, -1)
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """float32: rows of x as they are after they were quantized."""
+    codes, scale = quantize_rows(x)
+    return decode_e4m3(codes) * scale.unsqueeze(-1)
 
 
 def activation(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
@@ -28,10 +36,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: tor
     return product if bias is None else product + bias.double()
 
 
-def linear_bound(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_bound(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, fp8: bool = False
+) -> torch.Tensor:
     """How far float32 results of a kernel may be from linear()."""
     scaled = weight.double() * scale.double().unsqueeze(-1)
-    return error_bound(x, scaled, None, bias, torch.float32)
+    return error_bound(x, scaled, None, bias, torch.float32, fp8=fp8)
 
 
 def activation_bound(

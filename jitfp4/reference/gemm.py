@@ -37,19 +37,23 @@ def error_bound(
     alpha: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    *,
+    fp8: bool = False,
 ) -> torch.Tensor:
     """How far each element of a kernel's result may be from matmul(): float64 [m, n].
 
     Products of 16-bit floats are exact. A tensor core adds 16 of them to a float32 sum, each term and the sum cut off
     at 2^-23 of the largest; sums of warps and CTAs are at most 128 more. So the sum is off by no more than
     ``(k / 16 + 17 + 128) * 2^-23`` of the sum of magnitudes. Scaling, adding bias and rounding to ``out_dtype`` add
-    their own.
+    their own. Of ``fp8`` 32 products and the sum are cut off at 2^-13 of the largest; as sums grow no faster than by
+    chance, four such losses of the sum of magnitudes are taken for all of them.
     """
     k = x.shape[1]
     magnitudes = matmul(x.abs(), weight.abs(), None if alpha is None else alpha.abs(), None)
     exact = matmul(x, weight, alpha, bias).abs()
     units = torch.finfo(out_dtype)
-    absolute = magnitudes * (k / _STEP + 17 + 128) * 2.0**-23 + exact * 2.0**-21
+    lost = 4 * 33 * 2.0**-13 if fp8 else (k / _STEP + 17 + 128) * 2.0**-23
+    absolute = magnitudes * lost + exact * 2.0**-21
     if bias is not None:
         absolute = absolute + bias.double().abs() * 2.0**-23
     return absolute + (exact + absolute) * units.eps / 2 + units.smallest_normal * units.eps

@@ -11,7 +11,7 @@ import torch
 
 import jitfp4.flashinfer
 from jitfp4 import ArgumentError
-from jitfp4.flashinfer import cutlass_fused_moe, moe
+from jitfp4.flashinfer import cutlass_fused_moe, expert_layers, moe
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from tests.engines.trial import Arguments
 from tests.engines.values_experts import EXPERTS, HIDDEN, INTER, ORDER, moe_arguments, swiglu_constants
@@ -87,7 +87,7 @@ def test_a_layer_is_forgotten_with_its_weights(prepared: list[torch.Tensor]) -> 
     del given
     gc.collect()
     run(arguments())
-    assert len(prepared) == 2 and len(moe._layers) == 1
+    assert len(prepared) == 2 and len(expert_layers._layers) == 1
 
 
 def test_weights_of_inference_mode() -> None:

@@ -356,5 +356,9 @@ OTHERS = (
 PENDING: tuple[tuple[Callable[[Call], bool], str], ...] = ()
 """Calls that are refused, and what is missing: to be emptied."""
 
-REFUSED = ((_passes("enable_block_sparse_attention"), "attention to chosen blocks, in SGLang's MiniMax models"),)
+REFUSED = (
+    (_passes("enable_block_sparse_attention"), "attention to chosen blocks, in SGLang's MiniMax models"),
+    (lambda call: "Situ" in call["keywords"].get("activation_type", ""), "experts with SiTU, in SGLang"),
+    (lambda call: call["keywords"].get("do_finalize") == "False", "experts without their sum, in models of Muse Spark"),
+)
 """Calls that stay the engine's."""

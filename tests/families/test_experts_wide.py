@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -77,6 +78,37 @@ def test_every_cut_without_a_race(
         assert_layer(layer, x, ids, weights, activation="swigluoai" if gated else "relu2")
 
 
+# In E4M3 steps have 256 columns: an odd number of halves, an even one, and one alone, whole and not
+FP8_CASES = (
+    (WideTactic(32, 16, 2, 2), 37, 288, 96, NVFP4, True, BF16),
+    (WideTactic(16, 8, 4), 20, 544, 64, MXFP4, True, F16),
+    (WideTactic(80, 8, 4, 2), 90, 96, 160, NVFP4, False, F16),
+    (WideTactic(160, 16, 3, 2), 150, 256, 96, MXFP4, False, BF16),
+)
+
+
+@pytest.mark.parametrize(("tactic", "tokens", "hidden", "inter", "block_format", "gated", "dtype"), FP8_CASES, ids=str)
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
+def test_products_of_e4m3(
+    tactic: WideTactic,
+    tokens: int,
+    hidden: int,
+    inter: int,
+    block_format: BlockFormat,
+    gated: bool,
+    dtype: torch.dtype,
+    arch: str,
+) -> None:
+    """Without a race; the first case has weights on the input, too, and skipped slots between two layers."""
+    layer = make_layer(3, hidden, inter, block_format, gated=gated)
+    x, (ids, weights) = make_x(tokens, hidden, dtype), make_routing(tokens, 2, 3, skipped=True)
+    kind = "swigluoai" if gated else "relu2"
+    with forced(tactic, races=True):
+        assert_layer(
+            layer, x, ids, weights, activation=kind, activations="fp8", apply_router_weight_on_input=dtype is BF16
+        )
+
+
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_the_layer_is_that_of_float64(arch: str) -> None:
     """Not only each step by itself; by the table's own choice."""
@@ -127,15 +159,49 @@ def test_rows_apart_in_input_and_output(arch: str) -> None:
     assert (wide[:, 96:] == 7).all()
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(("seed", "activations"), [(None, "fp8"), (3, None), (5, "fp8")])
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
-def test_dependent_launches(seed: int | None, arch: str) -> None:
+def test_dependent_launches(seed: int | None, activations: str | None, arch: str) -> None:
     """Two layers behind each other: nothing is touched too early, not even what lies before the kernel ahead."""
     layer, (ids, weights) = make_layer(3, 64, 64), make_routing(20, 2, 3, skipped=True)
     chain = sim.Chain(constant=list(layer.tensors().values()), after_unknown=True)
     with forced(SMALL, races=True, chain=chain, seed=seed):
         once = fp4_experts(make_x(20, 64), layer, ids, weights)
-        fp4_experts(once, layer, ids, weights)
+        fp4_experts(once, layer, ids, weights, activations=activations)
+
+
+# ---- E4M3 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_format", BlockFormat)
+def test_what_e4m3_costs(block_format: BlockFormat) -> None:
+    """Rows of small scales keep what they have: they are relative to the largest of their row."""
+    raw, (ids, weights) = make_raw(3, 160, 96, block_format, biases=False), make_routing(9, 2, 3)
+    if block_format is NVFP4:
+        raw = raw._replace(w13_scales=raw.w13_scales - 14, w2_scales=raw.w2_scales - 14)
+    x, order = make_x(9, 160), "concatenated gate,up"
+    out = fp4_experts(x, prepared(raw, order), ids, weights, activations="fp8")
+    want = dense(raw, order, x, ids, weights, "swiglu")
+    error = (out.double() - want).norm() / want.norm()
+    assert 0.01 < error < (0.08 if block_format is NVFP4 else 0.06)
+
+
+def test_a_scale_of_nan_is_that_of_its_row() -> None:
+    raw, (ids, weights) = make_raw(2, 64, 32, biases=False), make_routing(4, 1, 2)
+    raw.w2_scales[0, 5, 1] = 0x7F
+    layer = prepared(raw, "concatenated gate,up")
+    assert layer.scale2.isnan().nonzero().tolist() == [[0, 5]]
+    for activations in (None, "fp8"):
+        out = fp4_experts(make_x(4, 64), layer, ids, weights, activations=activations)
+        assert torch.equal(out.isnan().nonzero()[:, 1].unique(), torch.tensor([5]))
+
+
+def test_e4m3_is_for_sm_90a() -> None:
+    layer, (ids, weights) = make_layer(2, 64, 32), make_routing(3, 1, 2)
+    with pytest.raises(ArgumentError, match=r"^activations: got 'int8'; allowed: 'fp8' or None"):
+        fp4_experts(make_x(3, 64), layer, ids, weights, activations="int8")
+    with pytest.raises(ArgumentError, match=r"^activations: .*None on sm_100a"), sim.device("sm_100a"):
+        fp4_experts(make_x(3, 64), layer, ids, weights, activations="fp8")
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------
@@ -232,11 +298,12 @@ def test_real_sizes(
     for tokens in (256, 1000):
         x, routing = make_x(tokens, hidden).cuda(), make_routing(tokens, slots, experts, skipped=True)
         ids, weights = (tensor.cuda() for tensor in routing)
-        for tactic in some(6, WIDE_TACTICS, whole=whole):
+        for tactic, activations in itertools.product(some(6, WIDE_TACTICS, whole=whole), (None, "fp8")):
+            given = {"activation": activation, "activations": activations}
             with forced(tactic):
-                first = assert_layer(layer, x, ids, weights, activation=activation)
+                first = assert_layer(layer, x, ids, weights, **given)
                 for _ in range(3):
-                    assert torch.equal(first, fp4_experts(x, layer, ids, weights, activation=activation))
+                    assert torch.equal(first, fp4_experts(x, layer, ids, weights, **given))
 
 
 @pytest.mark.gpu

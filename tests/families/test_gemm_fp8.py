@@ -21,13 +21,13 @@ from jitfp4 import (
 )
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
-from jitfp4.families.gemm.fp8_weight import rounded
 from jitfp4.families.gemm.kernels import expanded_fp8
 from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.wide_fp8 import KERNEL, TACTICS, Fp8Tactic, geometry, rejects
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference.gemm import matmul
+from jitfp4.weight import rounded_to_e4m3 as rounded
 from tests.support.compare import poisoned
 from tests.support.gemm import LINEAR, check_graph_replay, make_weight
 from tests.support.sample import some

@@ -284,14 +284,24 @@ def within() -> list[tuple[Any, tuple[Any, ...]]]:
         torch.ones(2, 128).half(),
         None,
         *listed,
-        torch.empty(4, 128).half(),
+        torch.empty(4, 128, dtype=torch.uint8),
+        torch.empty(4),
         slots=2,
         item_rows=16,
         enable_pdl=None,
         names="",
     )
     results = ResultArguments(
-        h.bfloat16(), *weight, *listed, y.bfloat16(), slots=2, mxfp4=True, item_rows=16, enable_pdl=None, names=""
+        h.bfloat16(),
+        *weight,
+        *listed,
+        y.bfloat16(),
+        slots=2,
+        mxfp4=True,
+        fp8=True,
+        item_rows=16,
+        enable_pdl=None,
+        names="",
     )
     prompt = torch.randn(70, 1, 64).bfloat16()
     products = ProductsArguments(

@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from jitfp4 import ArgumentError, fp8_row_scale, mm_fp8_fp4, rows_fp8quant
+from jitfp4 import ArgumentError, fp4_experts, fp8_row_scale, mm_fp8_fp4, rows_fp8quant
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.integrations import fp8
 from jitfp4.integrations.checkpoints import Source
-from jitfp4.integrations.fp8 import LEAST_ROWS
+from jitfp4.integrations.experts import ExpertsModule, Shape
+from jitfp4.integrations.fp8 import LEAST_ROWS, LEAST_ROWS_OF_EXPERT
 from jitfp4.integrations.layers import Fp4Linear, fuse, quantized
 from jitfp4.integrations.partitions import Parameters, PartitionedFp4Linear
 from jitfp4.integrations.swiglu import SwiGlu
 from jitfp4.integrations.transformers import use_fp8_activations
 from jitfp4.weight import with_gates
+from tests.support.experts import make_layer as make_experts
 
 BF16 = torch.bfloat16
 K = 96
@@ -83,6 +85,29 @@ def test_layers_of_one_input_and_gates_and_ups() -> None:
     use_fp8_activations(mlp)
     given = *rows_fp8quant(x), both.prepared, fp8_row_scale(both.prepared), both.alpha
     assert torch.equal(mlp(x), mm_fp8_fp4(*given, activation="swiglu"))
+
+
+def test_experts_with_many_rows_are_in_fp8_once_asked_for() -> None:
+    shape = Shape(
+        experts=2,
+        hidden=64,
+        inter=32,
+        biased=False,
+        order="concatenated gate,up",
+        transposed=False,
+        activation="swiglu",
+    )
+    layer = ExpertsModule(shape)
+    layer.assign(make_experts(2, 64, 32, biases=False))
+    many, few = 2 * LEAST_ROWS_OF_EXPERT, 2 * LEAST_ROWS_OF_EXPERT - 2
+    ids = torch.arange(many).view(-1, 1) % 2
+    given = rows(many, 64), ids, torch.ones(many, 1)
+    short = tuple(tensor[:few] for tensor in given)
+    before = layer(*given), layer(*short)
+    assert use_fp8_activations(layer) == 1
+    assert torch.equal(layer(*given), fp4_experts(given[0], layer.experts, ids, given[2], activations="fp8"))
+    assert not torch.equal(layer(*given), before[0])
+    assert torch.equal(layer(*short), before[1])
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -34,7 +34,12 @@ def route(ctas: int) -> None:
 
 
 def layer(
-    tactic: NarrowTactic | StreamTactic | WideTactic, tokens: int, *, listed: bool = True, columns: int = 288
+    tactic: NarrowTactic | StreamTactic | WideTactic,
+    tokens: int,
+    *,
+    listed: bool = True,
+    size: int = 288,
+    activations: str | None = None,
 ) -> None:
     """A layer with more chunks than stages, and tiles, chunks and items that are not whole; some slots are skipped."""
     rows = getattr(tactic, "tile_m", 0) if listed else 0
@@ -42,7 +47,12 @@ def layer(
     results = EXPERTS_RESULTS.forced(tactic) if isinstance(tactic, WideTactic) else nullcontext()
     with few_sms(), forced_item_rows(rows), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(down), results:
         ids, weights = make_routing(tokens, 2, 3, skipped=True)
-        assert_layer(make_layer(3, columns, columns), make_x(tokens, columns), ids, weights)
+        assert_layer(make_layer(3, size, size), make_x(tokens, size), ids, weights, activations=activations)
+
+
+def many_in_e4m3() -> None:
+    """With five halves of steps."""
+    layer(WideTactic(32, 16, 2, 2), tokens=40, size=544, activations="fp8")
 
 
 def few(tactic: FewTactic) -> None:

@@ -18,7 +18,7 @@ _NARROW, _STREAM, _WIDE = NarrowTactic(8, 2, 2, 2, 2, 1), StreamTactic(2, 2, 1),
 
 
 def _layer(tactic: NarrowTactic | StreamTactic | WideTactic, tokens: int, *, listed: bool = True) -> Check:
-    return on(lambda _: layer(tactic, tokens, listed=listed, columns=160))
+    return on(lambda _: layer(tactic, tokens, listed=listed, size=160))
 
 
 def _assignments(_: str) -> None:

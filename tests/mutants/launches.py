@@ -212,19 +212,22 @@ KERNELS: dict[str, Launch] = {
     "experts, stream up": Launch("experts_stream_up", lambda: experts.layer(StreamTactic(2, 2, 1), tokens=11)),
     "experts, stream down": Launch("experts_stream_down", lambda: experts.layer(StreamTactic(2, 2, 1), tokens=11)),
     "experts, gather": Launch("experts_gather", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER),
+    "experts, quantize": Launch("experts_quantize", experts.many_in_e4m3, HOPPER),
+    "experts, wide up of E4M3": Launch("experts_wide_up", experts.many_in_e4m3, HOPPER),
+    "experts, wide down of E4M3": Launch("experts_wide_down", experts.many_in_e4m3, HOPPER),
     "experts, combine": Launch("experts_combine", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER),
     "experts, wide up": Launch("experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER),
     "experts, wide up in a cluster": Launch(
-        "experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, columns=384), HOPPER
+        "experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, size=384), HOPPER
     ),
     "experts, wide down": Launch(
         "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER
     ),
     "experts, wide down of few stages": Launch(
-        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(256, 64, 2), tokens=11, columns=416), HOPPER
+        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(256, 64, 2), tokens=11, size=416), HOPPER
     ),
     "experts, wide down in a cluster": Launch(
-        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, columns=384), HOPPER
+        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, size=384), HOPPER
     ),
 }
 

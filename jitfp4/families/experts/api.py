@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from jitfp4 import engine, replay, sim
+from jitfp4.arch import names_with
 from jitfp4.dispatch import is_watched
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
@@ -44,6 +45,7 @@ def fp4_experts(
     swiglu_limit: float | None = None,
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
+    activations: str | None = None,
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -63,6 +65,7 @@ def fp4_experts(
         expert_map: int32 [global experts], contiguous: the number of each expert among those of ``experts``, or -1 if
             it is on another rank. Then ``topk_ids`` has global numbers.
         apply_router_weight_on_input: multiply x by the weights, not the results.
+        activations: "fp8": both products are of E4M3, for many tokens, on sm_90a alone; see Numerics. None: of 16 bits.
         out: [tokens, hidden] to fill in place, of x's dtype; elements of a row adjacent, rows at multiples of 16 bytes;
             sharing no memory with another argument. Allocated when None.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
@@ -79,6 +82,11 @@ def fp4_experts(
 
         alpha, beta, limit are 1, 0 and none for "swiglu", 1.702, 1 and 7 for "swigluoai". With weights on the input,
         x is round(weight * x), and the weights of y are 1. Equal calls give equal bits.
+
+        With activations "fp8" each row of x and of h is rounded to E4M3, relative to its largest magnitude divided by
+        448, and weights as by mm_fp8_fp4(), relative to a power of two of their row: MXFP4 blocks whose scale is at
+        least 2^-14 of the largest of their row are exact, an element of NVFP4 is off by at most 1 / 21 of itself. Sums
+        stay in the tensor cores, which keep about 14 bits of them.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -88,6 +96,9 @@ def fp4_experts(
         raise ArgumentError("activation", repr(activation), " or ".join(map(repr, _SWIGLU)))
     if (activation != "relu2") != experts.gated:
         raise ArgumentError("activation", repr(activation), "relu2 for experts without a gate, and only for them")
+    if activations not in (None, "fp8"):
+        raise ArgumentError("activations", repr(activations), "'fp8' or None")
+    fp8 = activations is not None
     alpha, beta, limit = _SWIGLU[activation]
     return _experts(
         x,
@@ -109,18 +120,21 @@ def fp4_experts(
         beta if swiglu_beta is None else swiglu_beta,
         limit if swiglu_limit is None else swiglu_limit,
         apply_router_weight_on_input,
-        _item_rows(topk_ids, experts),
+        fp8,
+        _item_rows(topk_ids, experts, fp8),
         enable_pdl,
     )
 
 
-def _item_rows(ids: torch.Tensor, experts: Fp4Experts) -> int:
+def _item_rows(ids: torch.Tensor, experts: Fp4Experts, fp8: bool) -> int:
     """Rows of an item of the list; 0 for no list, and for arguments that the checks refuse."""
     if not isinstance(ids, torch.Tensor) or not experts.experts:
         return 0
     is_known = not torch.compiler.is_dynamo_compiling() and not is_watched()
     arch = engine.target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
-    return item_rows_of(ids.numel(), experts.experts, arch)
+    if fp8 and arch is not None and not arch.has_wgmma:
+        raise ArgumentError("activations", "'fp8'", f"None on {arch.name}: products are of {names_with('has_wgmma')}")
+    return item_rows_of(ids.numel(), experts.experts, arch, fp8=fp8)
 
 
 @public
@@ -144,6 +158,7 @@ def _experts(
     beta: float,
     limit: float | None,
     on_input: bool,
+    fp8: bool,
     item_rows: int,
     enable_pdl: bool | None,
 ) -> torch.Tensor:
@@ -194,6 +209,7 @@ def _experts(
             swiglu_limit=math.inf if limit is None else float(limit),
             gated=gated,
             mxfp4=mxfp4,
+            fp8=fp8,
             item_rows=item_rows,
             enable_pdl=enable_pdl,
             names=f"{names},input_weights=topk_weights",
@@ -216,6 +232,7 @@ def _experts(
             done=done,
             out=rows_out,
             mxfp4=mxfp4,
+            fp8=fp8,
             item_rows=item_rows,
             enable_pdl=enable_pdl,
             names=f"{names},weights=topk_weights,input_weights=topk_weights",

@@ -34,14 +34,17 @@ class RouteArguments(NamedTuple):
 class GatherArguments(NamedTuple):
     """rows [tokens * slots, hidden] = the rows of x in the order of the list (``items``, ``order``).
 
-    ``input_weights`` float32 [tokens, slots] or None: factors of them. Rows of skipped slots are unwritten.
+    Without an ``order`` x has that order. ``input_weights`` float32 [tokens, slots] or None: factors of them. Rows of
+    skipped slots are unwritten. With ``scales`` float32 [tokens * slots], rows are E4M3, as bytes, and ``scales`` their
+    decode scales; each 16 columns are 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 for t from 0 to 3.
     """
 
     x: torch.Tensor
     input_weights: torch.Tensor | None
     items: torch.Tensor
-    order: torch.Tensor
+    order: torch.Tensor | None
     rows: Written
+    scales: Written | None
     slots: int
     item_rows: int
     enable_pdl: bool | None
@@ -53,7 +56,7 @@ class UpArguments(NamedTuple):
 
     With a list (``items``, ``order``), rows of h are in the order of the list; without one, in that of assignments,
     ``token * slots + slot``. Rows of skipped slots are unwritten. ``input_weights`` float32 [tokens, slots] or None:
-    factors of x. ``done`` int32 [counters()] becomes zero.
+    factors of x. ``done`` int32 [counters()] becomes zero. With ``fp8`` the operands of the product are E4M3.
     """
 
     x: torch.Tensor
@@ -72,6 +75,7 @@ class UpArguments(NamedTuple):
     swiglu_limit: float
     gated: bool
     mxfp4: bool
+    fp8: bool
     item_rows: int
     enable_pdl: bool | None
     names: str
@@ -93,6 +97,7 @@ class ResultArguments(NamedTuple):
     y: Written
     slots: int
     mxfp4: bool
+    fp8: bool
     item_rows: int
     enable_pdl: bool | None
     names: str
@@ -121,6 +126,7 @@ class DownArguments(NamedTuple):
     done: Written
     out: Written
     mxfp4: bool
+    fp8: bool
     item_rows: int
     enable_pdl: bool | None
     names: str

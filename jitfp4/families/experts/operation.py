@@ -46,6 +46,7 @@ def _up_problem(arguments: UpArguments) -> Problem:
         n=2 * inter if arguments.gated else inter,
         k=hidden,
         item_rows=arguments.item_rows,
+        fp8=arguments.fp8,
     )
 
 
@@ -61,6 +62,7 @@ def _down_problem(arguments: DownArguments) -> Problem:
         n=arguments.out.shape[1],
         k=arguments.h.shape[1],
         item_rows=arguments.item_rows,
+        fp8=arguments.fp8,
     )
 
 
@@ -99,7 +101,7 @@ def up_matrix(a: UpArguments, expert: int) -> Matrix:
     inter, hidden, one = a.h.shape[1], a.x.shape[1], slice(expert, expert + 1)
     bias = None if a.bias13 is None else a.bias13[one]
     size = 2 * inter if a.gated else inter, hidden
-    matrix = matrix_of(a.w13[one], a.scale13[one], bias, size)
+    matrix = matrix_of(a.w13[one], a.scale13[one], bias, size, fp8=a.fp8)
     return gates_first(matrix) if a.gated else matrix
 
 
@@ -107,7 +109,7 @@ def down_matrix(a: DownArguments, expert: int) -> Matrix:
     """w2 of one expert."""
     one = slice(expert, expert + 1)
     bias = None if a.bias2 is None else a.bias2[one]
-    return matrix_of(a.w2[one], a.scale2[one], bias, (a.out.shape[1], a.h.shape[1]))
+    return matrix_of(a.w2[one], a.scale2[one], bias, (a.out.shape[1], a.h.shape[1]), fp8=a.fp8)
 
 
 def _up_reference(arguments: UpArguments) -> None:
@@ -116,6 +118,8 @@ def _up_reference(arguments: UpArguments) -> None:
     x = a.x.repeat_interleave(a.ids.shape[1], 0)
     if a.input_weights is not None:
         x = (x.float() * a.input_weights.flatten().unsqueeze(-1)).to(x.dtype)
+    if a.fp8:
+        x = reference.rounded_rows(x)
     for expert in local[local >= 0].unique().tolist():
         assignments, rows = _rows_of_h(a, local, expert)
         sums = reference.linear(x[assignments], *up_matrix(a, expert))
@@ -135,7 +139,8 @@ def _down_reference(arguments: DownArguments) -> None:
     local = reference.experts_of(a.ids, a.expert_map, a.w2.shape[0])
     for expert in local[local >= 0].unique().tolist():
         assignments, rows = _rows_of_h(a, local.flatten(), expert)
-        a.y[assignments] = reference.linear(a.h[rows], *down_matrix(a, expert)).to(a.y.dtype)
+        h = reference.rounded_rows(a.h[rows]) if a.fp8 else a.h[rows]
+        a.y[assignments] = reference.linear(h, *down_matrix(a, expert)).to(a.y.dtype)
     a.out.copy_(reference.combine(a.y.view(tokens, slots, hidden), a.weights, local))
 
 

@@ -37,20 +37,21 @@ class RouteProblem(NamedTuple):
 
 
 class GatherProblem(NamedTuple):
-    """Rows of x [tokens, .] in the order of a list of ``items``, each of up to ``item_rows`` rows."""
+    """Rows of x [tokens, .] in the order of a list of ``items``, each of up to ``item_rows`` rows, or in E4M3."""
 
     dtype: DType
     tokens: int
     slots: int
     items: int
     item_rows: int
+    fp8: bool = False
 
 
 class Problem(NamedTuple):
     """A product of a layer: rows of activations, ``slots`` for each token, by weights [n, k] of ``experts`` experts.
 
     With ``item_rows`` above 0, experts/route has made a list of items with up to so many rows of one expert. With 0,
-    each CTA finds its rows by itself.
+    each CTA finds its rows by itself. With ``fp8`` the operands of the product are E4M3.
     """
 
     product: Product
@@ -62,6 +63,7 @@ class Problem(NamedTuple):
     n: int
     k: int
     item_rows: int
+    fp8: bool = False
 
     @property
     def assignments(self) -> int:

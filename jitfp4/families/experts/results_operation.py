@@ -42,6 +42,7 @@ def _problem(arguments: ResultArguments) -> Problem:
         n=arguments.y.shape[1],
         k=arguments.h.shape[1],
         item_rows=arguments.item_rows,
+        fp8=arguments.fp8,
     )
 
 
@@ -49,8 +50,8 @@ def _problems(arch: Arch) -> Iterator[Problem]:
     """One for each row of the table, where the kernel exists."""
     if arch.has_wgmma:
         sizes = [(2048, item_rows) for item_rows in _ITEM_ROWS] + [(7168, 16)]
-        for dtype, block_format, (n, item_rows) in product(DTYPES.values(), BlockFormat, sizes):
-            yield Problem(Product.DOWN, dtype, block_format, 2048, 8, 128, n, 768, item_rows)
+        for dtype, block_format, (n, item_rows), fp8 in product(DTYPES.values(), BlockFormat, sizes, (False, True)):
+            yield Problem(Product.DOWN, dtype, block_format, 2048, 8, 128, n, 768, item_rows, fp8)
 
 
 def _reference(arguments: ResultArguments) -> None:
@@ -59,8 +60,9 @@ def _reference(arguments: ResultArguments) -> None:
         if rows:
             one = slice(expert, expert + 1)
             bias = None if a.bias2 is None else a.bias2[one]
-            matrix = matrix_of(a.w2[one], a.scale2[one], bias, (a.y.shape[1], a.h.shape[1]))
-            sums = reference.linear(a.h[first : first + rows], *matrix)
+            matrix = matrix_of(a.w2[one], a.scale2[one], bias, (a.y.shape[1], a.h.shape[1]), fp8=a.fp8)
+            h = a.h[first : first + rows]
+            sums = reference.linear(reference.rounded_rows(h) if a.fp8 else h, *matrix)
             a.y[a.order[first : first + rows].long()] = sums.to(a.y.dtype)
 
 

@@ -25,11 +25,12 @@ _STREAMED_ROWS = 2  # the mean number of rows of an expert up to which weights g
 _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
 _ITEM_ROWS = ((8, 2), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, math.inf))
+_FP8_ITEM_ROWS = ((16, 8), (32, 16), (48, 32), (96, 64), (160, 128), (256, math.inf))
 
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
 
-def item_rows_of(assignments: int, experts: int, arch: Arch | None) -> int:
+def item_rows_of(assignments: int, experts: int, arch: Arch | None, *, fp8: bool = False) -> int:
     """Rows of an item of the list; 0 for no list. It depends on nothing else, so that both products have one list.
 
     ``arch`` is None where it is not known: on a CPU, and while torch.compile traces.
@@ -38,9 +39,9 @@ def item_rows_of(assignments: int, experts: int, arch: Arch | None) -> int:
         return forced
     mean = assignments / experts
     found = STREAMED if arch is not None and arch.has_wgmma and mean <= _STREAMED_ROWS else FEW
-    if assignments <= found:
+    if assignments <= found and not fp8:
         return 0
-    return next(item_rows for item_rows, most in _ITEM_ROWS if mean <= most)
+    return next(item_rows for item_rows, most in (_FP8_ITEM_ROWS if fp8 else _ITEM_ROWS) if mean <= most)
 
 
 @contextmanager
@@ -100,11 +101,24 @@ _WIDE: tuple[Row[Any], ...] = (
     Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
     Row(WideTactic(256, 64, 2, 2)),
 )
+# Without a record: tensor cores take half as long, and the weight becomes E4M3 at a higher cost
+_WIDE_FP8: tuple[Row[Any], ...] = (
+    *rows(
+        (WideTactic(16, 8, 4), {"item_rows": 16}),
+        (WideTactic(32, 8, 4), {"item_rows": 32}),
+        (WideTactic(48, 8, 4, 2), {"item_rows": 48}),
+        (WideTactic(96, 8, 4, 2), {"item_rows": 96, "n": 4096}),
+        (WideTactic(96, 8, 4), {"item_rows": 96}),
+        (WideTactic(160, 16, 3, 2), {"item_rows": 160}),
+        (WideTactic(256, 64, 2, 2), {}),
+        fp8=True,
+    ),
+)
 # experts_stream, with more stages and sums than the kernel has now, which did not help: the more warps, the better,
 # where each has a chunk of every unit of work
 _STREAM = Row(StreamTactic(4, 12, 1), {"item_rows": 0, "is_few": False})
 _SHORT_STREAM = Row(StreamTactic(4, 4, 2), {"item_rows": 0, "is_few": False, "k": 1024})
-HOPPER_UP: Table[Any] = Table((_STREAM, *_UP, *_WIDE), measured=None, needs="has_wgmma")
+HOPPER_UP: Table[Any] = Table((*_WIDE_FP8, _STREAM, *_UP, *_WIDE), measured=None, needs="has_wgmma")
 HOPPER_DOWN: Table[Any] = Table(
     (_SHORT_STREAM, _STREAM, *_DOWN, Row(CombineTactic(128))), measured=None, needs="has_wgmma"
 )
@@ -131,5 +145,6 @@ def _problems(arch: Arch, products: tuple[Product, ...], n: int, k: int) -> Iter
     for kind, dtype, block_format, tokens, (size, slots) in product(
         products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 1), (n // 64, 8))
     ):
-        item_rows = item_rows_of(tokens * slots, experts, arch)
-        yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows)
+        for fp8 in (False, True) if arch.has_wgmma else (False,):
+            item_rows = item_rows_of(tokens * slots, experts, arch, fp8=fp8)
+            yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows, fp8)

@@ -25,6 +25,7 @@ from jitfp4.tensors import (
     check_strided,
 )
 from jitfp4.weight import (
+    MXFP4_UNIT,
     ORDERS,
     TILE_COLS,
     TILE_ROWS,
@@ -32,6 +33,7 @@ from jitfp4.weight import (
     gate_up_order,
     places_of,
     prepare,
+    rounded_to_e4m3,
     tile_bytes,
 )
 
@@ -40,6 +42,7 @@ _MOST_SIZE = 1 << 31
 MOST_EXPERTS = 1024
 _GROUP = 1 << 26  # bytes of codes that are brought into order at a time
 _ORDER = 1  # the number of the order of a prepared layer: another one whenever it changes, with that of Fp4Weight
+_NVFP4_UNIT = 8.0  # in E4M3, of rows whose largest scale is at least 256: prepare() gives them
 _BIASES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -166,8 +169,10 @@ class Matrix(NamedTuple):
     bias: torch.Tensor | None
 
 
-def matrix_of(data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, size: tuple[int, int]) -> Matrix:
-    """The matrix [n, k] of the one expert that these prepared tensors hold."""
+def matrix_of(
+    data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, size: tuple[int, int], *, fp8: bool = False
+) -> Matrix:
+    """The matrix [n, k] of the one expert that these prepared tensors hold; with ``fp8``, rounded to E4M3."""
     n, k = size
     block_format = NVFP4 if data.shape[-1] == tile_bytes(NVFP4) else MXFP4
     ones = (
@@ -175,7 +180,9 @@ def matrix_of(data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
         if block_format is MXFP4
         else None
     )
-    weight = Fp4Weight(data[0], ones if block_format is MXFP4 else None, n, k, block_format).dequantize()
+    prepared = Fp4Weight(data[0], ones, n, k, block_format)
+    unit = torch.full_like(scale[0], _NVFP4_UNIT if block_format is NVFP4 else MXFP4_UNIT)
+    weight = rounded_to_e4m3(prepared, unit) if fp8 else prepared.dequantize()
     return Matrix(weight, scale[0, :n], None if bias is None else bias[0, :n])
 
 
@@ -324,7 +331,10 @@ def _pack(
     alpha: torch.Tensor,
     block_format: BlockFormat,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiles of every expert, and the factors of its rows: alpha [experts, 1 or n] times those of MXFP4."""
+    """Tiles of every expert, and the factors of its rows: alpha [experts, 1 or n] times powers of two.
+
+    A row with a scale that is NaN has a factor of NaN: E4M3 has no room for it.
+    """
     experts, n, half_k = codes.shape
     tiles = ceil_div(n, TILE_ROWS)
     shape = (experts, tiles, ceil_div(2 * half_k, TILE_COLS), tile_bytes(block_format))
@@ -340,8 +350,11 @@ def _pack(
             rows, of_rows = rows[:, places], of_rows[:, places]
         if below:
             rows, of_rows = pad(rows, (0, 0, 0, below)), pad(of_rows, (0, 0, 0, below))
-        weight = prepare(rows.flatten(0, 1), of_rows.flatten(0, 1), block_format)
+        powers = torch.ones(rows.shape[0] * rows.shape[1], dtype=torch.float32, device=codes.device)
+        weight = prepare(rows.flatten(0, 1), of_rows.flatten(0, 1), block_format, powers)
         data[some] = weight.data.view(-1, *shape[1:])
-        if weight.row_scale is not None:
-            factors[some, :n] *= weight.row_scale.view(-1, tiles * TILE_ROWS)[:, :n]
+        own = powers if weight.row_scale is None else weight.row_scale
+        is_nan = of_rows & 0x7F == 0x7F if block_format is NVFP4 else of_rows == 0xFF
+        own = own.masked_fill(is_nan.flatten(0, 1).any(-1), torch.nan)
+        factors[some, :n] *= own.view(-1, tiles * TILE_ROWS)[:, :n]
     return data, factors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from jitfp4.families.gemm import fp8_weight
 from jitfp4.families.gemm.arguments import Fp8Arguments, weight_rows
 from jitfp4.families.gemm.fp8_tables import TABLE, problems
 from jitfp4.families.gemm.kernels import expanded_fp8, wide_fp8
@@ -12,7 +11,7 @@ from jitfp4.families.gemm.problem import DTYPES, Fp8Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.operation import Operation
 from jitfp4.reference import gemm as reference
-from jitfp4.weight import Fp4Weight, tile_bytes
+from jitfp4.weight import Fp4Weight, rounded_to_e4m3, tile_bytes
 
 
 def _format(arguments: Fp8Arguments) -> BlockFormat:
@@ -36,7 +35,7 @@ def _reference(arguments: Fp8Arguments) -> None:
     own = None if form is NVFP4 else arguments.row_scale
     weight = Fp4Weight(arguments.data, own, n, k, form, arguments.gated)
     a = arguments.a.view(torch.float8_e4m3fn).double() * arguments.a_scale.double().reshape(-1, 1)
-    out = reference.matmul(a, fp8_weight.rounded(weight, arguments.row_scale), arguments.alpha, arguments.bias)
+    out = reference.matmul(a, rounded_to_e4m3(weight, arguments.row_scale), arguments.alpha, arguments.bias)
     arguments.out.copy_(reference.swiglu(out) if arguments.gated else out)
 
 

@@ -69,6 +69,7 @@ def _results(arguments: DownArguments, plan: Plan) -> ResultArguments:
         y=a.y,
         slots=plan.problem.slots,
         mxfp4=a.mxfp4,
+        fp8=a.fp8,
         item_rows=a.item_rows,
         enable_pdl=a.enable_pdl,
         names=a.names,

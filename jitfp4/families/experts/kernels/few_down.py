@@ -78,6 +78,8 @@ def specialise(problem: Problem, tactic: FewTactic) -> FewSpec:
 
 def rejects(problem: Problem, tactic: FewTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
+    if problem.fp8:
+        return "its products are in 16 bits"
     spec = specialise(problem, tactic)
     if problem.item_rows:
         return "it takes no list"

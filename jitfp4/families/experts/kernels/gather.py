@@ -34,8 +34,8 @@ def _geometry(problem: GatherProblem, _tactic: GatherTactic, _arch: Arch) -> Geo
     return Geometry(grid=grid, block=(32 * GatherSpec.warps, 1, 1))
 
 
-def _rejects(_problem: GatherProblem, _tactic: GatherTactic, _arch: Arch) -> str | None:
-    return None
+def _rejects(problem: GatherProblem, _tactic: GatherTactic, _arch: Arch) -> str | None:
+    return "rows become E4M3" if problem.fp8 else None
 
 
 def _bind(arguments: GatherArguments, plan: Plan) -> dict[str, Any]:

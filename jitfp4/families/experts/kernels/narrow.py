@@ -86,6 +86,8 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> UpSpec | DownSpec:
 
 def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
+    if problem.fp8:
+        return "its products are in 16 bits"
     spec = specialise(problem, tactic)
     if why := overfills(spec.shared_bytes, tactic.ctas, arch) or indivisible(problem.k, tactic.split, arch):
         return why

@@ -93,6 +93,8 @@ def specialise(problem: Problem, tactic: StreamTactic) -> UpSpec | DownSpec:
 
 def rejects(problem: Problem, tactic: StreamTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
+    if problem.fp8:
+        return "its products are in 16 bits"
     spec = specialise(problem, tactic)
     if not arch.has_tma:
         return "it needs bulk copies"

@@ -47,7 +47,8 @@ class WideSpec(KernelSpec):
     """A CTA takes items of up to ``tile_m`` rows of an expert by 64 * ``groups`` rows of its weight.
 
     The rows of an item are rounded up to a multiple of ``step_m``, and there is code for each multiple. ``cluster``
-    CTAs share the rows of an item, each with different rows of the weight.
+    CTAs share the rows of an item, each with different rows of the weight. ``fp8``: products are of E4M3, and a step
+    has 256 columns instead of 128.
     """
 
     dtype: DType
@@ -56,6 +57,7 @@ class WideSpec(KernelSpec):
     step_m: int
     groups: int
     cluster: int
+    fp8: bool
 
     gated = False
 
@@ -110,9 +112,9 @@ class WideSpec(KernelSpec):
         return tile_bytes(self.format)
 
     def _bytes(self, stages: int) -> int:
-        stage = round_up(self.tile_m * _ROW_BYTES + self.groups * self.tile_bytes, 1024)
+        stage = round_up(self.tile_m * _ROW_BYTES + self.groups * self.tile_bytes * (1 + self.fp8), 1024)
         staged = self.groups * self.staged_rows * 2 * self.staged_cols
-        aside = 4 * self.groups * (2 * TILE_ROWS + self.tile_m)
+        aside = 4 * self.groups * (2 * TILE_ROWS + self.tile_m * (1 + self.fp8))
         return round_up(stages * (stage + 2 * _BARRIER_BYTES) + staged + aside, 1024)
 
 
@@ -136,7 +138,7 @@ class DownSpec(WideSpec):
 
 def specialise(problem: Problem, tactic: WideTactic) -> UpSpec | DownSpec:
     """The spec of a tactic for a problem."""
-    cut = {"dtype": problem.dtype, "format": problem.format, **asdict(tactic)}
+    cut = {"dtype": problem.dtype, "format": problem.format, "fp8": problem.fp8, **asdict(tactic)}
     return DownSpec(**cut) if problem.product is Product.DOWN else UpSpec(product=problem.product, **cut)
 
 
@@ -165,10 +167,20 @@ def _map(rows: torch.Tensor, spec: WideSpec) -> TileMap:
 
 
 def _sorted_rows(arguments: UpArguments, plan: Plan) -> dict[str, Scratch]:
-    return {"rows": Scratch((plan.problem.assignments, plan.problem.k), arguments.x.dtype)}
+    shape = plan.problem.assignments, plan.problem.k
+    return _e4m3_rows(arguments, plan) or {"rows": Scratch(shape, arguments.x.dtype)}
 
 
-def _gather(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> GatherArguments:
+def _e4m3_rows(_arguments: UpArguments | ResultArguments, plan: Plan) -> dict[str, Scratch]:
+    if not plan.problem.fp8:
+        return {}
+    shape = plan.problem.assignments, plan.problem.k
+    return {"rows": Scratch(shape, torch.uint8), "scales": Scratch(shape[:1], torch.float32)}
+
+
+def _gather(
+    arguments: UpArguments, plan: Plan, rows: torch.Tensor, scales: torch.Tensor | None = None
+) -> GatherArguments:
     a = arguments
     if a.items is None or a.order is None:
         raise ArgumentError("items", "None", "the list of items")
@@ -178,7 +190,29 @@ def _gather(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> GatherArg
         items=a.items,
         order=a.order,
         rows=rows,
+        scales=scales,
         slots=plan.problem.slots,
+        item_rows=a.item_rows,
+        enable_pdl=a.enable_pdl,
+        names=a.names,
+    )
+
+
+def _quantize(
+    arguments: ResultArguments, _plan: Plan, rows: torch.Tensor | None = None, scales: torch.Tensor | None = None
+) -> GatherArguments | None:
+    """Of h, whose rows have the order of the list."""
+    a = arguments
+    if rows is None:
+        return None
+    return GatherArguments(
+        x=a.h,
+        input_weights=None,
+        items=a.items,
+        order=None,
+        rows=rows,
+        scales=scales,
+        slots=1,
         item_rows=a.item_rows,
         enable_pdl=a.enable_pdl,
         names=a.names,
@@ -190,17 +224,24 @@ def _bind_items(arguments: UpArguments | ResultArguments, plan: Plan) -> dict[st
     return {"items": arguments.items, "items_end": problem.items, "n": problem.n, "k": problem.k}
 
 
-def _bind_up(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> dict[str, Any]:
-    return {"x": _map(rows, plan.spec)} | bind_up(arguments) | _bind_items(arguments, plan)
+def _bind_up(
+    arguments: UpArguments, plan: Plan, rows: torch.Tensor, scales: torch.Tensor | None = None
+) -> dict[str, Any]:
+    own = {"x": _map(rows, plan.spec), "x_scale": scales}
+    return own | bind_up(arguments) | _bind_items(arguments, plan)
 
 
-def _bind_down(arguments: ResultArguments, plan: Plan) -> dict[str, Any]:
-    own = {"x": _map(arguments.h, plan.spec), "order": arguments.order, "y": arguments.y}
+def _bind_down(
+    arguments: ResultArguments, plan: Plan, rows: torch.Tensor | None = None, scales: torch.Tensor | None = None
+) -> dict[str, Any]:
+    x = _map(arguments.h if rows is None else rows, plan.spec)
+    own = {"x": x, "x_scale": scales, "order": arguments.order, "y": arguments.y}
     return own | bind_down(arguments) | _bind_items(arguments, plan)
 
 
 _ITEMS = Ptr("items", "const int4", "[items_end]")
 _SIZES = (I64("items_end"), *MATRIX)
+_X_SCALE = Ptr("x_scale", "const float", "[tokens * slots], of rows of E4M3; else null")
 
 _CUTS = ((16, 8, (4, 5, 6)), (32, 8, (4, 5)), (48, 8, (4,)), (80, 8, (4,)), (96, 8, (4,)), (160, 16, (3,)))
 WIDE_TACTICS = (
@@ -218,13 +259,14 @@ WIDE_UP = Kernel(
     name="experts/wide_up",
     spec=UpSpec,
     params=(
-        TensorMapParam("x", "[tokens * slots, k], boxes [kBoxM, kHalf]"),
+        TensorMapParam("x", "[tokens * slots, k], boxes [kBoxM, kHalf]; of E4M3 as pairs"),
         *WEIGHT,
         _ITEMS,
         Ptr("h", "In", "[tokens * slots, n, with gates n / 2]"),
         Ptr("done", "int32", "[counters]"),
         *_SIZES,
         *SWIGLU,
+        _X_SCALE,
     ),
     tactics=WIDE_TACTICS,
     rejects=rejects,
@@ -239,16 +281,19 @@ WIDE_DOWN = Kernel(
     name="experts/wide_down",
     spec=DownSpec,
     params=(
-        TensorMapParam("x", "h [tokens * slots, k], boxes [kBoxM, kHalf]"),
+        TensorMapParam("x", "h [tokens * slots, k], boxes [kBoxM, kHalf]; of E4M3 as pairs"),
         *WEIGHT,
         _ITEMS,
         Ptr("order", "const int32", "[tokens * slots]"),
         Ptr("y", "In", "[tokens * slots, n], by assignment"),
         *_SIZES,
+        _X_SCALE,
     ),
     tactics=WIDE_TACTICS,
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
     bind=_bind_down,
+    scratch=_e4m3_rows,
+    before=(Before(EXPERTS_GATHER, _quantize),),
 )

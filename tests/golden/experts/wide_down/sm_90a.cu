@@ -1,9 +1,9 @@
 // experts_wide_down, generated from templates/experts/wide_down.cu.j2
-// spec: {"cluster":1,"dtype":"bf16","format":"nvfp4","groups":5,"step_m":8,"tile_m":16}
+// spec: {"cluster":1,"dtype":"bf16","format":"nvfp4","fp8":false,"groups":5,"step_m":8,"tile_m":16}
 //
 // y [tokens * slots, n] = h times the transposes of FP4 weights [n, k] of experts, for many rows of each expert. The
 // rows of h are in the order of the list of items, which experts/route made, those of y in that of assignments.
-// experts/combine adds up the slots of a token.
+// experts/combine adds up the slots of a token. With kFp8, experts/quantize made h of E4M3, and the weights become so.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -696,6 +696,145 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
+// ---- gemm/wide_place -------------------------------------------------------
+// What a consumer holds of its tile, and where its 64 rows of the weight are.
+using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+
+struct Affine { float scale, bias; };  // of a row of the weight
+
+// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
+struct Place {
+  uint32 warp, lane, row;
+  int32  columns;
+};
+
+// ---- gemm/prepared_weight --------------------------------------------------
+// The weight in tiles that lie in memory as decode_weight() takes them.
+template <typename In, typename Out, Format kFormat> struct PreparedWeight {
+  static constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+
+  const uint8* tiles;
+  const float* row_scale;
+  const Out*   bias;
+  int64        n;
+
+  // Starts the copies of a step. Beyond the last tile of the weight, that tile again.
+  template <int kGroups>
+  __device__ __forceinline__ void load(uint8 (&to)[kGroups][kTileBytes], uint32 row, uint32 step, uint32 steps,
+                                       Barrier* full) const {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const uint64 from = uint64(min(row / kTileRows + i, uint32(ceil_div(n, kTileRows)) - 1)) * steps + step;
+      ptx::bulk_load(to[i], tiles + from * kTileBytes, kTileBytes, full);
+    }
+  }
+  __device__ __forceinline__ Affine affine(int64 row, float alpha) const {
+    Affine of{alpha * kWeightUnit, 0.0f};
+    if (row >= n) return of;
+    if constexpr (kFormat == Format::kMxfp4) of.scale *= ptx::ld_f32(row_scale + row);
+    if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
+    return of;
+  }
+  // Half `half` of the columns of a tile; each warp has 16 of its rows.
+  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+    const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+    const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
+                         + half * (kBlockScales / 16);
+    if constexpr (kFormat == Format::kNvfp4) {
+      const uint2 scales = ptx::ld_shared_8(from);
+      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
+      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
+      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
+      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+    } else {
+      const uint32 scales = ptx::ld_shared_4(from);
+      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
+      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
+      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
+      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+    }
+  }
+};
+
+// ---- gemm/fp8_weight -------------------------------------------------------
+// A prepared weight becomes E4M3, relative to the scale of its row, a power of two.
+//
+// In bf16, code times scale is exact. It is made times 2^-120, so that the last four bits of its exponent are those of
+// E4M3, and what is too small for a normal E4M3 is too small for a normal bf16. Then E4M3 is the sign and seven of the
+// next eight bits: the rest is cut off. A scale has four bits of mantissa, a code two, the product up to five, and E4M3
+// has four: so that cutting off rounds to nearest, ties to even, a scale gets 6 / 16 of its last bit on top. Of 8 to 15
+// eighths times 1 or 1.5, exact results do not reach the next E4M3 with that, and those more than half way do.
+template <typename Out, Format kFormat> struct Fp8Weight : PreparedWeight<bf16, Out, kFormat> {
+  // Of rows `row` and eight below; zeros below the weight.
+  __device__ __forceinline__ float2 scales(int64 row) const {
+    return make_float2(row < this->n ? ptx::ld_f32(this->row_scale + row) : 0.0f,
+                       row + 8 < this->n ? ptx::ld_f32(this->row_scale + row + 8) : 0.0f);
+  }
+  __device__ __forceinline__ Affine affine(int64 row, float scale) const {
+    const bool has_bias = this->bias != nullptr && row < this->n;
+    return {scale, has_bias ? low<Out>(ptx::ld_16(this->bias + row)) : 0.0f};
+  }
+};
+
+// What turns a pair of scale bytes, of two rows with these scales, into bf16. A byte has a bias of 21; bf16 has one of
+// 127, of which 120 are to be taken back where codes are times 2^-126. MXFP4's bytes are relative to their row.
+template <Format kFormat> __device__ __forceinline__ uint32 exponent_of(float row_scale) {
+  constexpr uint32 kBias = 127 - 21 + 6;
+  const uint32 shift = kFormat == Format::kMxfp4 ? 2 : (__float_as_uint(row_scale) >> 23) - 127;
+  return (kBias - shift) << 7 & 0x7F80u | 6;
+}
+
+// Two pairs of such products become four bytes.
+__device__ __forceinline__ uint32 to_e4m3(uint32 first, uint32 second) {
+  return __byte_perm(ptx::select_bits(kPairSigns, first, first << 4),
+                     ptx::select_bits(kPairSigns, second, second << 4), 0x7531);
+}
+
+// Half of a step of the columns, as it lies in shared memory: for each 16 columns a word of the lane that has the first
+// of a pair of neighbours in the order of bf16, one of the next lane, and scales.
+template <Format kFormat> struct RawHalf {
+  static constexpr int kBlockScales = PreparedWeight<bf16, bf16, kFormat>::kBlockScales;
+  uint32 first[4], second[4], scales[2];
+
+  __device__ __forceinline__ void load(uint32 tile, uint32 half, uint32 warp, uint32 lane) {
+    const uint32 codes = tile + (2 * warp + half) * (kCodeBytes / 8) + lane / 4 * 64 + lane % 2 * 32;
+    const uint4  a = ptx::ld_shared(codes), b = ptx::ld_shared(codes + 16);
+    first[0] = a.x, first[1] = a.y, first[2] = a.z, first[3] = a.w;
+    second[0] = b.x, second[1] = b.y, second[2] = b.z, second[3] = b.w;
+    const uint32 from =
+        tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8) + half * (kBlockScales / 16);
+    if constexpr (kFormat == Format::kNvfp4) {
+      const uint2 v = ptx::ld_shared_8(from);
+      scales[0] = v.x, scales[1] = v.y;
+    } else {
+      scales[0] = ptx::ld_shared_4(from);
+    }
+  }
+  // Columns 16 i to 16 i + 15 become columns 4 t to 4 t + 3 of rows g and g + 8, for the lane 4 g + t. Lanes with a t
+  // of 0 and 1 have pairs 0 and 1 of two words, the others pairs 2 and 3, which begin eight columns later.
+  __device__ __forceinline__ void decode(uint32& upper, uint32& lower, int i, uint32 exponents, uint32 lane) const {
+    const bool   is_late = lane % 4 >= 2;
+    const uint32 turn = is_late ? 6 : 0, factor = is_late ? 16 : 64, back = is_late ? 4 : 32;
+    const uint32 a = first[i], b = second[i];
+    uint32 u[2] = {__funnelshift_r(a, a, turn) & kPairCodes, __funnelshift_r(b, b, turn) & kPairCodes};
+    uint32 l[2] = {(a * factor ^ shifted(a, back)) & kPairCodes, (b * factor ^ shifted(b, back)) & kPairCodes};
+    const bool   is_second = kFormat == Format::kNvfp4 ? i % 2 == 1 : i >= 2;
+    const uint32 word  = scales[kFormat == Format::kNvfp4 ? i / 2 : 0];
+    const uint32 bytes = (is_second ? __byte_perm(word, 0, 0x2301) : word) & 0x0FF00FF0u;
+    mul_pairs<bf16>(u, l, bytes + exponents);
+    upper = to_e4m3(u[0], u[1]), lower = to_e4m3(l[0], l[1]);
+  }
+
+ private:
+  // Zero for a shift by 32.
+  static __device__ __forceinline__ uint32 shifted(uint32 v, uint32 right) {
+    uint32 d;
+    asm("shr.u32 %0, %1, %2;" : "=r"(d) : "r"(v), "r"(right));
+    return d;
+  }
+};
+
 // ---- experts/wide_config ---------------------------------------------------
 using In = bf16;
 constexpr Format kFormat = Format::kNvfp4;
@@ -706,6 +845,7 @@ constexpr int kGroups    = 5;  // consumer warpgroups, of 64 rows of the weight
 constexpr int kCluster   = 1;  // CTAs with the same rows of x
 constexpr int kStages    = 7;
 constexpr int kTileBytes = 4608;
+constexpr bool kFp8      = false;  // products are of E4M3
 
 constexpr int kConsumers = kGroups * 128;  // threads
 constexpr int kThreads   = kConsumers + 128;
@@ -715,21 +855,22 @@ constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 
 constexpr int kTileN       = kGroups * kTileRows;
-constexpr int kHalf        = kTileCols / 2;
-constexpr int kHalfBytes   = kHalf * 2;  // of a row of x
+constexpr int kHalf        = kFp8 ? kTileCols : kTileCols / 2;  // columns of half of a step
+constexpr int kHalfBytes   = 128;  // of a row of x
+constexpr int kStepTiles   = 2 * kHalf / kTileCols;  // of the weight, side by side
 constexpr int kSums        = kTileM / 2;  // of a thread
 constexpr int kStagedRows  = 16;  // of results, which a warpgroup writes at a time
 constexpr int kStagedBytes = 64 * 2;  // of a row
 
 struct alignas(1024) Stage {  // the 128-byte swizzle repeats every 1024 bytes
   uint8 x[2][kTileM * kHalfBytes];
-  uint8 weight[kGroups][kTileBytes];
+  uint8 weight[kGroups][kStepTiles * kTileBytes];
 };
 struct Shared {
   Stage   stages[kStages];
   uint8   staged[kGroups][kStagedRows * kStagedBytes];
   float   scale[kGroups][kTileRows], bias[kGroups][kTileRows];  // of the rows of the weight
-  int32   order[kGroups][kTileM];  // assignments of the rows of x
+  int32   of_rows[kGroups][kFp8 ? 2 : 1][kTileM];  // of the rows of x: assignments, and bits of scales
   Barrier full[kStages], empty[kStages];
 };
 static_assert(sizeof(Shared) == 206848, "the launch counts on it");
@@ -738,7 +879,6 @@ static_assert(kTileM % kStepM == 0 && kTileM % kBoxM == 0, "whole products and c
 enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
 
 using Sums = float[kSums];
-struct Affine { float scale, bias; };  // of a row of the weight
 
 // ---- experts/wide_mainloop -------------------------------------------------
 namespace ptx {
@@ -748,16 +888,37 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier) {
 }
 }  // namespace ptx
 
-// Products of one thread of a consumer warpgroup, which has 64 rows of the weight.
-using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+// Products of one thread of a consumer warpgroup, which has 64 rows of the weight. Fragments are those of half a step.
 constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
 static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
 
-// A lane's codes and scales of half a step.
+// What turns scale bytes into the factors of products that become E4M3: rows of a weight have no scale of their own.
+constexpr float kE4m3Unit = kFormat == Format::kNvfp4 ? 8.0f : 4.0f;
+
+// A lane's codes and scales of 64 columns.
 struct Packed {
   uint4 codes;
   uint2 scales;
 
+  // To fragments i and i + 1 of E4M3, of 32 columns each. The columns of a word follow each other there, those of row g
+  // as those of row g + 8: experts/quantize brings columns of x into this order.
+  __device__ __forceinline__ void decode_e4m3(Fragments& a, int i) const {
+    constexpr bool kNvfp4 = kFormat == Format::kNvfp4;
+    decode_e4m3(a[i][0], a[i][1], codes.x, scales.x, false);
+    decode_e4m3(a[i][2], a[i][3], codes.y, scales.x, kNvfp4);
+    decode_e4m3(a[i + 1][0], a[i + 1][1], codes.z, kNvfp4 ? scales.y : scales.x, !kNvfp4);
+    decode_e4m3(a[i + 1][2], a[i + 1][3], codes.w, kNvfp4 ? scales.y : scales.x, true);
+  }
+  static __device__ __forceinline__ void decode_e4m3(uint32& upper, uint32& lower, uint32 word, uint32 bytes,
+                                                     bool second) {
+    constexpr uint32 kExponents = 0x10001u;
+    const uint32 pair = (second ? __byte_perm(bytes, 0, 0x2301) : bytes) & 0x0FF00FF0u;
+    uint32 pairs[4];
+    decode_codes<bf16>(pairs, word);
+    uint32 u[2] = {pairs[0], pairs[2]}, l[2] = {pairs[1], pairs[3]};
+    mul_pairs<bf16>(u, l, pair + kExponents * exponent_of<kFormat>(kE4m3Unit));
+    upper = to_e4m3(u[0], u[1]), lower = to_e4m3(l[0], l[1]);
+  }
   __device__ __forceinline__ void decode(Fragments& a) const {
     if constexpr (kFormat == Format::kNvfp4) {
       decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
@@ -808,18 +969,18 @@ class Consumer {
 #pragma unroll 1
     for (uint32 half = 0; half + 1 < halves; half += 2) {
       const uint32 x = arrived();
-      load(0).decode(a);
+      decode(a, 0);
       multiply(sums, a, x, half > 0, rows);
       ptx::wgmma_wait<1>();  // b is free, and so is its stage
       if (half > 0) free(before);
-      load(1).decode(b);
+      decode(b, 1);
       multiply(sums, b, x + kTileM * kHalfBytes / 16, true, rows);
       before = advance();
       ptx::wgmma_wait<1>();  // a is free
     }
     if (halves % 2 == 1) {
       const uint32 x = arrived();
-      load(0).decode(a);
+      decode(a, 0);
       multiply(sums, a, x, halves > 1, rows);
       ptx::wgmma_wait<0>();
       if (halves > 1) free(before);
@@ -837,11 +998,20 @@ class Consumer {
     ptx::mbarrier_wait(&shared_.full[ring_.slot], ring_.parity);
     return x_ + ring_.slot * (sizeof(Stage) / 16);
   }
-  __device__ __forceinline__ Packed load(uint32 half) const {
+  __device__ __forceinline__ void decode(Fragments& a, uint32 half) const {
     const uint32 stage = ring_.slot * sizeof(Stage);
+    if constexpr (kFp8) {
+      const Packed first = load(stage + half * kTileBytes, 0), second = load(stage + half * kTileBytes, 1);
+      first.decode_e4m3(a, 0), second.decode_e4m3(a, 2);
+    } else {
+      load(stage, half).decode(a);
+    }
+  }
+  // One or the other 64 columns of a tile.
+  __device__ __forceinline__ Packed load(uint32 tile, uint32 side) const {
     Packed of;
-    of.codes = ptx::ld_shared(codes_ + stage + half * (kCodeBytes / kBlocks / 2));
-    const uint32 from = scales_ + stage + half * (kBlockScales / 16);
+    of.codes = ptx::ld_shared(codes_ + tile + side * (kCodeBytes / kBlocks / 2));
+    const uint32 from = scales_ + tile + side * (kBlockScales / 16);
     if constexpr (kFormat == Format::kNvfp4) {
       of.scales = ptx::ld_shared_8(from);
     } else {
@@ -954,10 +1124,12 @@ struct Layer {
   const float* bias;
   const int4*  items;
   const int32* order;
+  const float* x_scale;  // of each row, in the order of the list
   uint32 items_end, n, k;
 
   __device__ __forceinline__ uint32 tiles() const { return ceil_div(n, kTileRows); }
-  __device__ __forceinline__ uint32 steps() const { return ceil_div(k, kTileCols); }
+  __device__ __forceinline__ uint32 chunks() const { return ceil_div(k, kTileCols); }
+  __device__ __forceinline__ uint32 steps() const { return ceil_div(k, 2 * kHalf); }
   __device__ __forceinline__ uint32 halves() const { return ceil_div(k, kHalf); }
 };
 
@@ -1021,7 +1193,7 @@ __device__ __forceinline__ void produce_x(Shared& shared, const Layer& layer, co
         for (uint32 box = rank; box < boxes; box += kCluster) {
           for (uint32 half = 0; half < count; ++half) {
             uint8* const to = shared.stages[ring.slot].x[half] + box * (kBoxM * kHalfBytes);
-            const int32 col = (2 * step + half) * kHalf, row = work.first + box * kBoxM;
+            const int32 col = (2 * step + half) * (kHalfBytes / 2), row = work.first + box * kBoxM;
             if constexpr (kCluster == 1) ptx::tma_load(to, x, col, row, full);
             if constexpr (kCluster > 1) ptx::tma_multicast(to, x, col, row, full, (1 << kCluster) - 1);
           }
@@ -1032,20 +1204,21 @@ __device__ __forceinline__ void produce_x(Shared& shared, const Layer& layer, co
 }
 
 __device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
-  const uint32 tiles = layer.tiles(), steps = layer.steps();
+  const uint32 tiles = layer.tiles(), chunks = layer.chunks(), steps = layer.steps();
   Schedule<true> schedule(layer);
   Ring<kStages> ring;
   for (Work work; schedule.take(work);) {
     const uint32 tile = work.row / kTileRows, count = tile < tiles ? min(uint32(kGroups), tiles - tile) : 0;
-    const uint8* const weight = layer.weight + (uint64(work.expert) * tiles + tile) * steps * kTileBytes;
+    const uint8* const weight = layer.weight + (uint64(work.expert) * tiles + tile) * chunks * kTileBytes;
     for (uint32 step = 0; step < steps; ++step, ring.advance()) {
       Barrier* const full = &shared.full[ring.slot];
       ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
       if (ptx::elect_one()) {
-        ptx::mbarrier_arrive_expect_tx(full, count * kTileBytes);
+        const uint32 chunk = step * kStepTiles, bytes = min(uint32(kStepTiles), chunks - chunk) * kTileBytes;
+        ptx::mbarrier_arrive_expect_tx(full, count * bytes);
         for (uint32 i = 0; i < count; ++i) {
           uint8* const to = shared.stages[ring.slot].weight[i];
-          ptx::bulk_load_once(to, weight + (i * steps + step) * kTileBytes, kTileBytes, full);
+          ptx::bulk_load_once(to, weight + (i * chunks + chunk) * kTileBytes, bytes, full);
         }
       }
     }
@@ -1060,7 +1233,7 @@ __device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
 }
 
 // Starts copies of what a warpgroup needs for its results: scales and biases of its rows of the weight, from col on,
-// and with kOrdered the assignments of its rows. No register holds them while the warpgroup multiplies.
+// with kOrdered the assignments of its rows of x, and their scales if they have some. No register holds them while the warpgroup multiplies.
 template <bool kOrdered>
 __device__ __forceinline__ void copy_aside(Shared& shared, const Layer& layer, const Work& work, uint32 team,
                                            uint32 col) {
@@ -1072,11 +1245,26 @@ __device__ __forceinline__ void copy_aside(Shared& shared, const Layer& layer, c
                             from == nullptr ? layer.scale : from + at, from != nullptr);
   if constexpr (kOrdered) {
     for (uint32 i = thread; i < work.rows; i += 128)
-      ptx::copy_async_4_or_zero(&shared.order[team][i], layer.order + work.first + i, true);
+      ptx::copy_async_4_or_zero(&shared.of_rows[team][0][i], layer.order + work.first + i, true);
+  }
+  if constexpr (kFp8) {
+    for (uint32 i = thread; i < kTileM; i += 128) {
+      const bool is_row = i < work.rows;
+      ptx::copy_async_4_or_zero(&shared.of_rows[team][kFp8][i], layer.x_scale + (is_row ? work.first + i : 0), is_row);
+    }
+  }
+}
+// Sums of products times the scales of their rows of x.
+__device__ __forceinline__ void scale_sums(Sums& sums, const int32 (&x_scale)[kTileM], uint32 lane) {
+#pragma unroll
+  for (int i = 0; i < kTileM / 8; ++i) {
+    const uint2 of = ptx::ld_shared_8(ptx::shared_address(x_scale + 8 * i + lane % 4 * 2));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[4 * i + j] *= __uint_as_float(j % 2 == 0 ? of.x : of.y);
   }
 }
 __device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint32 row) {
-  return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
+  return {shared.scale[team][row] * (kFp8 ? kE4m3Unit : kWeightUnit), shared.bias[team][row]};
 }
 
 // Writes the first `rows` rows of a warpgroup's results, once all of it has left the tile before. `pair(i, lower)`
@@ -1132,6 +1320,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Layer& layer, uint
     consumer.accumulate(sums, work.rows, layer.halves());
     ptx::copy_async_wait();
     ptx::barrier_sync(kTeamBarrier + team, 128);
+    if constexpr (kFp8) scale_sums(sums, shared.of_rows[team][kFp8], ptx::thread_index() % kWarp);
     const uint32 row = warp * 16 + ptx::thread_index() % kWarp / 4;
     finish(work, team, col, sums, affine(shared, team, row), affine(shared, team, row + 8));
   }
@@ -1188,7 +1377,7 @@ struct Finish {
       return to_pair<In>(fmaf(from[0], of.scale, of.bias), fmaf(from[1], of.scale, of.bias));
     };
     const auto store = [&](uint32 row, uint32 chunk, uint4 v) {
-      const int64 assignment = shared.order[team][row];
+      const int64 assignment = shared.of_rows[team][0][row];
       if (col + chunk * 8 < n) ptx::st(y + assignment * n + col + chunk * 8, v);
     };
     write_rows(shared, team, work.rows, pair, store);
@@ -1197,7 +1386,7 @@ struct Finish {
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) experts_wide_down(
-    const __grid_constant__ TensorMap x,  // h [tokens * slots, k], boxes [kBoxM, kHalf]
+    const __grid_constant__ TensorMap x,  // h [tokens * slots, k], boxes [kBoxM, kHalf]; of E4M3 as pairs
     const uint8* __restrict__ weight,     // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ scale,      // [experts, round_up(n, 64)]
     const float* __restrict__ bias,       // as scale; null: none
@@ -1206,10 +1395,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) experts_wide_down(
     In* __restrict__ y,                   // [tokens * slots, n], by assignment
     int64 items_end,
     int64 n,                              // rows of the weight
-    int64 k                               // columns, a multiple of 32
+    int64 k,                              // columns, a multiple of 32
+    const float* __restrict__ x_scale     // [tokens * slots], of rows of E4M3; else null
 ) {
   extern __shared__ uint8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const Layer layer{weight, scale, bias, items, order, uint32(items_end), uint32(n), uint32(k)};
+  const Layer layer{weight, scale, bias, items, order, x_scale, uint32(items_end), uint32(n), uint32(k)};
   run<true>(shared, layer, x, Finish{shared, y, uint32(n)}, [](uint32) {});
 }

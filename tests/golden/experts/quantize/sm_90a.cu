@@ -1,0 +1,591 @@
+// experts_quantize, generated from templates/experts/quantize.cu.j2
+// spec: {"dtype":"bf16"}
+//
+// Rows of x become E4M3, each with its decode scale, the largest magnitude divided by 448: in the order of the list of
+// items, which experts/route made. Row `at` of the list is that of the token of assignment order[at], times the weight
+// of the assignment if there are weights; without an order it is row `at`. Of each 16 columns, lane t of four in the
+// products of E4M3 has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as in those of 16 bits: they are written side by side.
+// A warp has a row, and reads one twice that its registers do not hold. Grid: x over items, y over rows of an item.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// A function for each instruction that several kernels use.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For memory that is read once: allocates no line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// For memory that is not read again soon: L2 evicts it first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/units --------------------------------------------------------
+// A unit is 16 neighbouring elements, which one thread normalises and quantizes. 32 units are a turn of a warp.
+constexpr int kUnit = 16, kTurn = kUnit * kWarp;
+
+using Unit = uint32[kUnit / 2];  // pairs
+
+// A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies write them in order, neighbouring lanes to
+// neighbouring vectors; a thread then reads the two vectors of its unit. Their offsets avoid bank conflicts in both
+// accesses: the two vectors of a unit are at addresses p and p ^ 16, and vector i + 32 is half a turn after vector i.
+constexpr int kTurnBytes = kTurn * 2;
+__device__ __forceinline__ uint32 vector_offset(uint32 i) { return (i ^ (i >> 3 & 1)) * 16; }
+
+__device__ __forceinline__ void load_unit(Unit& u, uint32 p) {
+  const uint4 lo = ptx::ld_shared(p), hi = ptx::ld_shared(p ^ 16);
+  u[0] = lo.x, u[1] = lo.y, u[2] = lo.z, u[3] = lo.w, u[4] = hi.x, u[5] = hi.y, u[6] = hi.z, u[7] = hi.w;
+}
+__device__ __forceinline__ void store_unit(uint32 p, const Unit& u) {
+  ptx::st_shared(p, {u[0], u[1], u[2], u[3]}), ptx::st_shared(p ^ 16, {u[4], u[5], u[6], u[7]});
+}
+
+namespace ptx {
+// Volatile, so that the compiler keeps the load after griddep_wait; coherent, because the thread may write the unit
+// later.
+__device__ __forceinline__ void ld_unit(Unit& u, const void* p) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(u[0]), "=r"(u[1]), "=r"(u[2]), "=r"(u[3]) : "l"(p));
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4 + 16];"
+               : "=r"(u[4]), "=r"(u[5]), "=r"(u[6]), "=r"(u[7]) : "l"(p));
+}
+__device__ __forceinline__ void st_16(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+__device__ __forceinline__ void st_8(void* p, uint2 v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y));
+}
+__device__ __forceinline__ void st_1(void* p, uint8 v) {
+  asm volatile("st.global.b8 [%0], %1;" ::"l"(p), "r"(uint32(v)));
+}
+}  // namespace ptx
+
+__device__ __forceinline__ void write_unit(void* p, const Unit& u) {
+  ptx::st_16(p, {u[0], u[1], u[2], u[3]}), ptx::st_16(static_cast<uint8*>(p) + 16, {u[4], u[5], u[6], u[7]});
+}
+
+template <typename T> __device__ __forceinline__ void widen(float (&to)[kUnit], const Unit& x) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) to[2 * i] = low<T>(x[i]), to[2 * i + 1] = high<T>(x[i]);
+}
+// round(x + y), the sums in float32.
+template <typename T> __device__ __forceinline__ void add(Unit& x, const Unit& y) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) x[i] = to_pair<T>(low<T>(x[i]) + low<T>(y[i]), high<T>(x[i]) + high<T>(y[i]));
+}
+// The even and the odd elements are two chains of fused multiply-adds.
+__device__ __forceinline__ float sum_of_squares(const float (&x)[kUnit]) {
+  float even = 0.0f, odd = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kUnit; i += 2) even = fmaf(x[i], x[i], even), odd = fmaf(x[i + 1], x[i + 1], odd);
+  return even + odd;
+}
+// round((x * s) * w)
+template <typename T>
+__device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) to[i] = to_pair<T>(x[2 * i] * s * w[2 * i], x[2 * i + 1] * s * w[2 * i + 1]);
+}
+
+// The weights of a thread's unit in shared memory, which the thread loads for every row: as 16-bit floats (kPacked), or
+// widened to float once. place() is the offset of a lane's weights in those of a turn, p is their address.
+template <typename T, bool kPacked> struct Weights {
+  static constexpr int kBytes = kPacked ? kTurnBytes : 2 * kTurnBytes;  // of a turn
+  static __device__ __forceinline__ uint32 place(uint32 lane) { return kPacked ? vector_offset(2 * lane) : lane * 16; }
+  static __device__ __forceinline__ void store(uint32 p, const Unit& u) {
+    if constexpr (kPacked) {
+      store_unit(p, u);
+    } else {
+      float w[kUnit];
+      widen<T>(w, u);
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 4)
+        ptx::st_shared(p + i / 4 * (kWarp * 16), {__float_as_uint(w[i]), __float_as_uint(w[i + 1]),
+                                                  __float_as_uint(w[i + 2]), __float_as_uint(w[i + 3])});
+    }
+  }
+  static __device__ __forceinline__ void load(float (&w)[kUnit], uint32 p) {
+    if constexpr (kPacked) {
+      const uint4 lo = ptx::ld_shared_constant(p), hi = ptx::ld_shared_constant(p ^ 16);
+      const Unit  u  = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+      widen<T>(w, u);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 4) {
+        const uint4 v = ptx::ld_shared_constant(p + i / 4 * (kWarp * 16));
+        w[i] = __uint_as_float(v.x), w[i + 1] = __uint_as_float(v.y);
+        w[i + 2] = __uint_as_float(v.z), w[i + 3] = __uint_as_float(v.w);
+      }
+    }
+  }
+};
+
+// ---- partials/e2m1 ---------------------------------------------------------
+// Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
+//
+// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
+// the code once bit 8 is rounded up. The rounding to float16 must not lose on which side of a tie of E2M1 v is. So v is
+// multiplied by 1 + 2^-9 first. Each tie is then midway between two float16s, of which the even one is on the side to
+// which a v equal to the tie has to be rounded. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself,
+// and leaves the lower one below it. All steps keep the order of values, so that tests of the seven ties and of their
+// neighbours cover all values.
+constexpr float  kE2m1Aside = 0x1.008p-14f;
+constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
+
+// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
+  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
+}
+// The codes of four values, in the upper nibbles of four bytes; the lower nibbles are arbitrary.
+__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
+  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
+  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
+}
+
+// Codes of eight values, v[i] in nibble i.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
+  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
+  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
+}
+// ---- partials/e4m3 ---------------------------------------------------------
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/nvfp4 --------------------------------------------------------
+// Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
+//   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
+// amax ignores NaN unless all 16 are NaN, which gives b = 0x7F; Inf gives b = 0x7E. fminf(NaN, FLT_MAX) = FLT_MAX, so
+// o is a number. A block of zeros needs no case of its own: b = 0, o = FLT_MAX, and +-0 * o = +-0.
+constexpr int kNvfp4Block = 16;
+
+__device__ __forceinline__ float nvfp4_sixth(float g) { return g * __uint_as_float(0x3E2AAAABu); }
+__device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
+  return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
+}
+
+// nvfp4_multiplier() for many blocks that share g.
+struct Nvfp4Multiplier {
+  float decode;
+  bool  in_range;
+  __device__ __forceinline__ explicit Nvfp4Multiplier(float g) : decode(1.0f / g) {
+    in_range = fabsf(decode) > 0x1p-100f && fabsf(decode) < 0x1p100f;
+  }
+  __device__ __forceinline__ float operator()(uint8 b) const {
+    const float v = decode_e4m3(b) * decode;
+    if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
+    return fminf(reciprocal_inside(v), kFltMax);
+  }
+};
+
+// x: 16 elements in 8 pairs.
+template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
+  uint32 most[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most[i] = max_magnitude<In>(x[i], x[i + 4]);
+  const uint32 pair = max_magnitude<In>(max_magnitude<In>(most[0], most[1]), max_magnitude<In>(most[2], most[3]));
+  return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
+}
+
+// Codes of x * o, element i in nibble i.
+template <typename In> __device__ __forceinline__ uint2 encode_block(const uint32 (&x)[8], float o) {
+  uint32 codes[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[2 * i]     = low<In>(x[4 * half + i]) * o;
+      y[2 * i + 1] = high<In>(x[4 * half + i]) * o;
+    }
+    codes[half] = e2m1x8(y);
+  }
+  return make_uint2(codes[0], codes[1]);
+}
+
+// ---- spec ------------------------------------------------------------------
+using In = bf16;
+constexpr int kWarps = 8;
+constexpr int kUnits = 6;  // of a lane
+constexpr int kPart  = kUnits * kWarp;  // of a row, in units
+
+// ---- kernel ----------------------------------------------------------------
+// Loads the units of a lane of the part of a row that begins at unit `first`, times a factor if it is not 1.
+__device__ __forceinline__ void load_part(Unit (&u)[kUnits], const In* row, uint32 first, uint32 units,
+                                          float factor) {
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    if (first + i * kWarp < units) ptx::ld_unit(u[i], row + (first + i * kWarp) * kUnit);
+  }
+  if (factor == 1.0f) return;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+#pragma unroll
+    for (int j = 0; j < kUnit / 2; ++j) u[i][j] = to_pair<In>(low<In>(u[i][j]) * factor, high<In>(u[i][j]) * factor);
+  }
+}
+__device__ __forceinline__ float part_amax(const Unit (&u)[kUnits], uint32 first, uint32 units) {
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    if (first + i * kWarp < units) most = fmaxf(most, block_amax<In>(u[i]));
+  }
+  return most;
+}
+
+extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_quantize(
+    const In* __restrict__ x,                 // [tokens, k]
+    const float* __restrict__ input_weights,  // [tokens, slots], factors of x; null: none
+    const int4* __restrict__ items,           // [gridDim.x]
+    const int32* __restrict__ order,          // [tokens * slots]; null: rows of x have the order of the list
+    uint8* __restrict__ rows,                 // [tokens * slots, k]
+    float* __restrict__ scales,               // [tokens * slots]
+    int64 slots,                              // of a token
+    int64 k,                                  // columns, a multiple of 32
+    int64 x_stride                            // elements
+
+) {
+  if constexpr (kHasPdl) {
+    ptx::griddep_wait();
+    ptx::griddep_launch();  // behind the wait: the next kernel reads the list before it waits
+  }
+  const uint4  item = ptx::ld<uint4>(items + blockIdx.x);  // expert, first, rows
+  const uint32 lane = threadIdx.x % kWarp, number = blockIdx.y * kWarps + threadIdx.x / kWarp;
+  if (number >= item.z) return;
+  const int64  at = item.y + number, assignment = order == nullptr ? at : int64(ptx::ld<uint32>(order + at));
+  const float  factor = input_weights == nullptr ? 1.0f : ptx::ld_f32(input_weights + assignment);
+  const In*    const from = x + assignment / slots * x_stride;
+  const uint32 units = uint32(k) / kUnit;
+
+  Unit u[kUnits] = {};
+  load_part(u, from, lane, units, factor);
+  float most = part_amax(u, lane, units);
+  for (uint32 first = lane + kPart; first - lane < units; first += kPart) {
+    load_part(u, from, first, units, factor);
+    most = fmaxf(most, part_amax(u, first, units));
+  }
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2)
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+  const float own   = most / 448.0f;
+  const bool  is_it = own >= 0x1p-126f;  // else its reciprocal may overflow
+  const float by    = is_it ? 1.0f / own : 0.0f;
+  const auto  two   = [&](uint32 pair) { return uint32(ptx::cvt_e4m3x2(low<In>(pair) * by, high<In>(pair) * by)); };
+  for (uint32 first = lane; first - lane < units; first += kPart) {
+    if (units > kPart) load_part(u, from, first, units, factor);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const uint32 unit = first + i * kWarp;
+      if (unit >= units) break;
+      ptx::st(rows + at * k + unit * kUnit, {two(u[i][0]) | two(u[i][4]) << 16, two(u[i][1]) | two(u[i][5]) << 16,
+                                             two(u[i][2]) | two(u[i][6]) << 16, two(u[i][3]) | two(u[i][7]) << 16});
+    }
+  }
+  if (lane == 0) scales[at] = is_it ? own : 0.0f;
+}
