@@ -28,7 +28,7 @@ class StepTactic:
     depth: int
 
 
-TACTICS = (StepTactic(16, 4), StepTactic(16, 2), StepTactic(8, 4), StepTactic(4, 4), StepTactic(2, 4))
+TACTICS = (StepTactic(16, 4), StepTactic(16, 3), StepTactic(16, 2), StepTactic(8, 4), StepTactic(4, 4), StepTactic(2, 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class Spec(KernelSpec):
 
     @property
     def pieces(self) -> int:
-        """Words of the plan of a warp: the pieces of a layer, and their number."""
+        """Words of the plan of a CTA: at most as many pieces does a warp have in a layer."""
         products = self.problem.products
-        return 1 + sum((self._rows(n) // _BLOCK // 2 + 1) * ceil_div(k, TILE_COLS * _WARPS) for n, k in products)
+        return sum((self._rows(n) // _BLOCK // 2 + 1) * ceil_div(k, TILE_COLS * _WARPS) for n, k in products)
 
     @property
     def shared_bytes(self) -> int:
@@ -68,9 +68,9 @@ class Spec(KernelSpec):
         few, many = self._rows(products[1][0]), max(self._rows(products[0][0]), self._rows(products[2][0]))
         parts = 4 * _PAGES * round_up(4 * group * (HEAD_DIM + 2), 16)
         ring = _WARPS * self.depth * tile_bytes(NVFP4) // 2
-        total = ring + _PAGES * 2 * _PAGE_BYTES + x + group * HEAD_DIM * 2 + max(4 * _WARPS * many, parts)
+        total = ring + _PAGES * 2 * _PAGE_BYTES + x + 16 + group * HEAD_DIM * 2 + max(4 * _WARPS * many, parts)
         total = round_up(total + 4 * _WARPS * few + 4 * 2 * _WARPS + 4 * few, 16) + 4 * HEAD_DIM
-        total = round_up(total + 8 * (len(products) + 1) + 4 * _WARPS * self.pieces, 8)
+        total = round_up(total + 4 * (self.pieces + 1), 8)
         return round_up(total + 8 * (_WARPS * self.depth + 1), 128)
 
     def _rows(self, n: int) -> int:
