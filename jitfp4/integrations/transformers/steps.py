@@ -21,7 +21,7 @@ from jitfp4.weight import Fp4Weight
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whose decoders are written alike
 
 
-def use_decode_step(model: nn.Module) -> None:
+def use_decode_step(model: Any) -> None:
     """Let one launch compute all layers of a dense model for a step of one token of one request over an Nvfp4Cache.
 
     Prompts, several requests and other caches go layer by layer, as before, with the same weights, which become views
@@ -33,7 +33,7 @@ def use_decode_step(model: nn.Module) -> None:
             another family than Llama, Mistral, Qwen2 and Qwen3, windows, head dimensions other than 128.
         UnsupportedArchError: on a GPU other than sm_90a.
     """
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     family = type(decoder).__name__.removesuffix("Model")
     if family not in _FAMILIES:
         raise ArgumentError("model", type(decoder).__name__, " or ".join(f"{name}Model" for name in _FAMILIES))
