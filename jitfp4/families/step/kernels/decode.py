@@ -22,8 +22,8 @@ _PAGE_BYTES = PAGE * (HEAD_DIM // 2 + HEAD_DIM // 16)
 
 @dataclass(frozen=True, slots=True)
 class StepTactic:
-    """``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights, and L2 gets pieces ``ahead`` of
-    those; at most ``most_ctas`` CTAs, unless KV heads need more.
+    """``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights, and L2 gets more, ``ahead``
+    pieces earlier; at most ``most_ctas`` CTAs, unless KV heads need more.
     """
 
     splits: int
