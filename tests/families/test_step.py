@@ -182,7 +182,7 @@ def test_simulated(races: bool) -> None:
     """An odd number of heads for a KV head, too, and fp16 with all that a model may have."""
     dtype = torch.float16 if races else torch.bfloat16
     model = Model.random("cpu", (256, 2 + races, 1, 384), 2 - races, 200, dtype, more=races)
-    with sim.device("sm_90a", races=races), DECODE_STEP.forced(StepTactic(2, 4, 2, 4)):
+    with sim.device("sm_90a", races=races), DECODE_STEP.forced(StepTactic(2, 4, 4)):
         first = assert_step(model)
         if not races:
             assert torch.equal(model.step.run(**model.call), first)  # tags of a launch before are not taken for new
@@ -194,7 +194,7 @@ def test_simulated(races: bool) -> None:
 def test_the_ends_of_pages_without_a_race(tokens: int) -> None:
     """Of the CTAs that share a KV head, one appends, whatever pages the others have; some CTAs have no KV head."""
     model = Model.random("cpu", (128, 1, 1, 128), 1, tokens, more=tokens == 65)
-    with sim.device("sm_90a", races=True), DECODE_STEP.forced(StepTactic(2, 2, 1, 4)):
+    with sim.device("sm_90a", races=True), DECODE_STEP.forced(StepTactic(2, 2, 4)):
         assert_step(model)
 
 

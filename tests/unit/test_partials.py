@@ -354,7 +354,7 @@ USES: dict[str, tuple[str, str]] = {
     "step/products.cuh.j2": (
         "sm_90a",
         "struct Config {\n  using T = f16;\n"
-        "  static constexpr int kCtas = 8, kDepth = 2, kAhead = 4, kQ = 128, kQkv = 384, kHidden = 256, kInter = 384;\n"
+        "  static constexpr int kCtas = 8, kDepth = 2, kQ = 128, kQkv = 384, kHidden = 256, kInter = 384;\n"
         "  static constexpr bool kHasBias = true;\n};\n"
         "struct Shared {\n"
         "  uint8 x[kWarps][256];\n  uint4 zeros;\n  float rows[kWarps][32], squares[2][kWarps], own[32];\n"

@@ -22,17 +22,16 @@ _PAGE_BYTES = PAGE * (HEAD_DIM // 2 + HEAD_DIM // 16)
 
 @dataclass(frozen=True, slots=True)
 class StepTactic:
-    """``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights, and L2 gets more, ``ahead``
-    pieces earlier; at most ``most_ctas`` CTAs, unless KV heads need more.
+    """``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights; at most ``most_ctas``
+    CTAs, unless KV heads need more.
     """
 
     splits: int
     depth: int
-    ahead: int
     most_ctas: int = 128
 
 
-TACTICS = tuple(StepTactic(splits, depth, 8) for splits in (16, 8, 4, 2) for depth in (5, 4, 3, 2))
+TACTICS = tuple(StepTactic(splits, depth) for splits in (16, 8, 4, 2) for depth in (5, 4, 3, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,6 @@ class Spec(KernelSpec):
     ctas: int
     splits: int
     depth: int
-    ahead: int
 
     threads = 32 * _WARPS
     tag_words = TAG_WORDS
@@ -77,7 +75,7 @@ class Spec(KernelSpec):
         ring = _WARPS * self.depth * tile_bytes(NVFP4) // 2
         total = ring + _PAGES * 2 * _PAGE_BYTES + x + 16 + group * HEAD_DIM * 2 + max(4 * _WARPS * many, parts)
         total = round_up(total + 4 * _WARPS * few + 4 * 2 * _WARPS + 4 * few, 16) + 4 * HEAD_DIM
-        total = round_up(total + 8 * self.pieces + 4, 8)
+        total = round_up(total + 4 * self.pieces + 4, 8)
         return round_up(total + 8 * (_WARPS * self.depth + 1), 128)
 
     def _at_once(self, n: int) -> bool:
@@ -104,7 +102,6 @@ def specialise(problem: Problem, tactic: StepTactic) -> Spec:
         ctas=max(ctas, problem.kv_heads * tactic.splits),
         splits=tactic.splits,
         depth=tactic.depth,
-        ahead=tactic.ahead,
     )
 
 

@@ -1,5 +1,5 @@
 // step_decode, generated from templates/step/decode.cu.j2
-// spec: {"ahead":8,"bias":false,"ctas":128,"depth":5,"dtype":"bf16","head_norms":false,"heads":32,"hidden_chunks":32,"inter_chunks":112,"interleaved":false,"kv_heads":8,"splits":16}
+// spec: {"bias":false,"ctas":128,"depth":5,"dtype":"bf16","head_norms":false,"heads":32,"hidden_chunks":32,"inter_chunks":112,"interleaved":false,"kv_heads":8,"splits":16}
 //
 // All layers of a dense model for one token of one request: RMSNorm, queries, keys and values, their rotation, the
 // append to an NVFP4 cache, attention, its product with the residual, RMSNorm, SwiGLU, and the last product.
@@ -35,7 +35,7 @@ using T = bf16;
 struct Config {
   using T = ::T;
   static constexpr int kCtas = 128, kSplits = 16;  // CTAs; those that share a KV head
-  static constexpr int kDepth = 5, kAhead = 8;  // pieces in a warp's ring; behind it, in L2
+  static constexpr int kDepth = 5;  // of a warp's ring, in pieces
   static constexpr int kHeads = 32, kKvHeads = 8, kGroup = kHeads / kKvHeads;
   static constexpr int kQ = kHeads * 128, kQkv = kQ + 2 * kKvHeads * 128;
   static constexpr int kHidden = 32 * 128, kInter = 112 * 128;
@@ -793,41 +793,6 @@ __device__ __forceinline__ float silu(float v) {
   return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
 }
 
-// ---- partials/bulk_groups --------------------------------------------------
-// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
-namespace ptx {
-// The stores that this thread has started since the last group become one.
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last kAllowed groups of this thread have read their source.
-template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/bulk_copy ----------------------------------------------------
-// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
-namespace ptx {
-// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
-template <bool kOnce>
-__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
-  const uint32 source = shared_address(from);
-  if constexpr (kOnce) {
-    uint64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
-                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
-  } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
-  }
-  bulk_commit();
-}
-// Prefetches `bytes` bytes into L2.
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-}  // namespace ptx
-
 // ---- partials/ring ---------------------------------------------------------
 // The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
 template <int kSize> struct Ring {
@@ -1240,25 +1205,18 @@ template <class C> struct Shares {
 
   // The pieces of a CTA in a layer, one of 128 columns for each warp, in the order of their use. Of each, a word has
   // whether there are two blocks, the number of the first in its tile, how many warps have columns, less one, and the
-  // number of the first warp's tile in its layer; the others' follow. Another word has as many tiles that lie behind
-  // each other, of which all CTAs together bring to L2 what they need: their number, and that of the first.
-  static __device__ __forceinline__ int plan(uint2* to) {
+  // number of the first warp's tile in its layer; the others' follow.
+  static __device__ __forceinline__ int plan(uint32* to) {
     int count = 0, tiles = 0;
     for (int product = 0; product < kProducts; ++product) {
       const int first = first_block(product, blockIdx.x), last = first_block(product, blockIdx.x + 1);
-      const int chunks = chunks_of(product), begin = count;
+      const int chunks = chunks_of(product);
       for (int at = first, blocks; at < last; at += blocks) {
         blocks = blocks_at(at, last);
         for (int chunk = 0; chunk < chunks; chunk += kWarps) {
-          to[count++].x = (blocks - 1) | at % kBlocks << 1 | (min(chunks - chunk, kWarps) - 1) << 3
+          to[count++] = (blocks - 1) | at % kBlocks << 1 | (min(chunks - chunk, kWarps) - 1) << 3
                           | (tiles + at / kBlocks * chunks + chunk) << 7;
         }
-      }
-      const int own = tiles_of(product) * int(blockIdx.x) / C::kCtas, pieces = count - begin;
-      const int all = tiles_of(product) * (int(blockIdx.x) + 1) / C::kCtas - own;
-      for (int i = 0; i < pieces; ++i) {
-        const int from = own + all * i / pieces;
-        to[begin + i].y = (own + all * (i + 1) / pieces - from) | (tiles + from) << 8;
       }
       tiles += tiles_of(product);
     }
@@ -1269,7 +1227,7 @@ template <class C> struct Shares {
 // A warp's pieces pass through a ring of its own, layer after layer, so memory keeps streaming while warps wait.
 template <class C> struct Stream {
   const uint8*  weights;  // of the layer of the piece that is loaded next
-  const uint2* plan;
+  const uint32* plan;
   int pieces, layers, warp;
   uint8 (*slots)[kPieceBytes];
   Barrier* full;
@@ -1285,11 +1243,11 @@ template <class C> struct Stream {
   __device__ __forceinline__ void advance() {
     do {
       if (++next == pieces) next = 0, ++layer, weights += Shares<C>::kLayerBytes;
-    } while (!Shares<C>::kWhole && warp > int(plan[next].x >> 3 & 15));
+    } while (!Shares<C>::kWhole && warp > int(plan[next] >> 3 & 15));
   }
   __device__ __forceinline__ void load(int slot) {
     if (layer >= layers) return;
-    const uint32 planned = plan[next].x, block = planned >> 1 & 3, blocks = (planned & 1) + 1;
+    const uint32 planned = plan[next], block = planned >> 1 & 3, blocks = (planned & 1) + 1;
     const uint8* const tile = weights + uint64((planned >> 7) + warp) * kTileBytes;
     if (ptx::elect_one()) {
       uint8* const to = slots[slot];
@@ -1297,18 +1255,8 @@ template <class C> struct Stream {
       ptx::bulk_load_once(to, tile + block * kBlockBytes, blocks * kBlockBytes, full + slot);
       ptx::bulk_load_once(to + 2 * kBlockBytes, tile + kCodeBytes + block * kBlockScaleBytes,
                           blocks * kBlockScaleBytes, full + slot);
-      if (C::kAhead > 0 && warp == 0) prefetch();
     }
     advance();
-  }
-  // What CTAs load kAhead pieces later, into L2: memory is read while all rings are full. Not in the last layer.
-  __device__ __forceinline__ void prefetch() const {
-    if (layer + 1 >= layers) return;
-    int at = next + min(C::kAhead, pieces);
-    const uint8* from = weights;
-    if (at >= pieces) at -= pieces, from += Shares<C>::kLayerBytes;
-    const uint32 range = plan[at].y;
-    if (range & 255) ptx::bulk_prefetch(from + uint64(range >> 8) * kTileBytes, (range & 255) * kTileBytes);
   }
   // The address of the piece that is used next.
   __device__ __forceinline__ uint32 wait() const {
@@ -1736,11 +1684,11 @@ struct Shared {
   float squares[2][kWarps];
   float own[Shares<Config>::kOwn];
   alignas(16) float cos_sin[attention::kHeadDim];
-  uint2  plan[38];
+  uint32 plan[38];
   int    pieces;
   Barrier full[kWarps][Config::kDepth], pages;
 };
-static_assert(sizeof(Shared) == 232448, "the launch counts on it");
+static_assert(sizeof(Shared) == 232320, "the launch counts on it");
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) step_decode(
     const T* __restrict__ x,                // [1, hidden]
