@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from jitfp4.arch import Arch
 from jitfp4.families.step.kernels.decode import TACTICS
 from jitfp4.families.step.problem import Problem
-from jitfp4.formats import DType
 from jitfp4.selection import Row, Table
 
 TABLE = Table(tuple(Row(tactic) for tactic in TACTICS), measured=None)
@@ -15,13 +14,12 @@ TABLE = Table(tuple(Row(tactic) for tactic in TACTICS), measured=None)
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """Llama-8B and 70B, Qwen3-8B and Qwen2.5-7B, and models of 16, 32 and 64 KV heads."""
+    """Llama-8B and 70B, Qwen3-8B, and models of 16, 32 and 64 KV heads."""
     if not arch.has_wgmma:
         return
     yield Problem(4096, 32, 8, 14336)
     yield Problem(8192, 64, 8, 28672)
     yield Problem(4096, 32, 8, 12288, head_norms=True, interleaved=True)
-    yield Problem(3584, 28, 4, 18944, DType.F16, bias=True, interleaved=True)
     yield Problem(4096, 32, 16, 11008)
     yield Problem(4096, 32, 32, 11008)
     yield Problem(4096, 64, 64, 11008)
