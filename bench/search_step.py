@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from bench.bench_gemm import is_searched
-from bench.bench_step import MODELS, PARTS, Kind, Model, Step, graph_of
+from bench.bench_step import graph_of
 from bench.harness import write_results
 from bench.stamp import stamp
+from bench.steps import MODELS, PARTS, Kind, Model, Step
 from jitfp4.arch import Arch
 from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.kernels import narrow, wide

@@ -347,10 +347,12 @@ def _step_calls() -> Calls:
             "gate_up": [weight(256, "concatenated gate,up")],
             "down": [weight(128)],
             "norms": _half(1, 2, 128),
-            "alphas": torch.ones(1, 4),
+            "alphas": torch.ones(1, 7),
             "heads": 1,
             "kv_heads": 1,
             "eps": 1e-5,
+            "biases": _half(1, 384),
+            "head_norms": _half(1, 2, 128),
         }
 
     step = jitfp4.DecodeStep
@@ -365,6 +367,9 @@ def _step_calls() -> Calls:
             "block_tables": _ints(0, 1).view(1, 2),
             "seq_lens": _ints(70),
             "cos_sin_cache": torch.randn(128, 128),
+            "kv_scales": torch.ones(1, 2),
+            "positions": _ints(69),
+            "v_scale_layout": "interleaved4",
             "sm_scale": 0.1,
             "out": _half(1, 128),
         },

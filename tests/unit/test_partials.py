@@ -23,7 +23,7 @@ TAKES = {
         *("blocks", "byte_tile", "cluster_items", "combine", "expand", "half_tile", "items", "nvfp4_tile", "pages"),
         *("parts", "queries", "rows", "softmax", "team", "tiles", "work"),
     )
-} | {"step/attention.cuh.j2"}
+} | {"step/attention.cuh.j2", "step/parts.cuh.j2"}
 """Those that still take names of the template that includes them. One that does not any more leaves the list."""
 
 SPECS = {
@@ -350,6 +350,16 @@ USES: dict[str, tuple[str, str]] = {
         "sm_80",
         "__global__ void run(uint32 (&w)[4], f16* p) {\n"
         "  ld_halves<8>(p, w), st_halves<4>(p, {to_pair<bf16>(1, 2), 3});\n}\n",
+    ),
+    "step/products.cuh.j2": (
+        "sm_90a",
+        "struct Config {\n  using T = f16;\n"
+        "  static constexpr int kCtas = 8, kDepth = 2, kQ = 128, kQkv = 384, kHidden = 256, kInter = 384;\n"
+        "  static constexpr bool kHasBias = true;\n};\n"
+        "struct Shared {\n"
+        "  uint8 x[kWarps][256];\n  uint4 zeros;\n  float rows[kWarps][32], squares[2][kWarps], own[32];\n"
+        "  struct { float rows[kWarps][96]; } wide;\n};\n"
+        "template struct Stream<Config>;\ntemplate struct Products<Config, Shared>;\n",
     ),
 }
 """Of templates: an architecture, and code that makes the compiler read them."""

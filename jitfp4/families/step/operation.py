@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
+from jitfp4.dtypes import HALVES
 from jitfp4.families.step.arguments import Arguments
 from jitfp4.families.step.kernels.decode import KERNEL
 from jitfp4.families.step.problem import HEAD_DIM, PAGE, Problem
@@ -17,8 +18,18 @@ from jitfp4.weight import TILE_COLS, TILE_ROWS, Fp4Weight, tile_bytes
 
 
 def problem_of(arguments: Arguments) -> Problem:
-    """The sizes of a model."""
-    return Problem(arguments.x.shape[1], arguments.heads, arguments.kv_cache.shape[3], arguments.inter)
+    """The sizes of a model, and what it has."""
+    a = arguments
+    return Problem(
+        a.x.shape[1],
+        a.heads,
+        a.kv_cache.shape[3],
+        a.inter,
+        HALVES[a.x.dtype],
+        a.biases is not None,
+        a.head_norms is not None,
+        a.interleaved,
+    )
 
 
 def weights_of(layer: torch.Tensor, problem: Problem) -> list[Fp4Weight]:
@@ -37,33 +48,45 @@ def _attend(a: Arguments, layer: int, qkv: torch.Tensor) -> torch.Tensor:
     kv_heads, tokens = a.kv_cache.shape[3], int(a.seq_lens)
     rows = qkv.unflatten(1, (-1, HEAD_DIM))
     query, key, value = rows.split((a.heads, kv_heads, kv_heads), 1)
-    position = torch.tensor([tokens - 1])
+    if a.head_norms is not None:
+        query, key = (norm.rmsnorm(x, a.head_norms[layer, i], a.eps) for i, x in enumerate((query, key)))
+    position = torch.tensor([tokens - 1]) if a.positions is None else a.positions
     query, key = (rope.rotate(x, a.cos_sin_cache, position, is_neox=True) for x in (query, key))
-    one = torch.ones(1)
     pages = a.block_tables[0, : ceil_div(tokens, PAGE)].long()
+    slot = pages[-1:] * PAGE + (tokens - 1) % PAGE
     sides = []
     for side, row in enumerate((key, value)):
-        codes, scales = a.kv_cache[layer, side], a.kv_cache_sf[layer, side]
-        new = kv.quantize(row[0], one)
-        token = (tokens - 1) % PAGE
-        codes[pages[-1], :, token], scales[pages[-1], :, token] = new
-        values = kv.dequantize(codes[pages], scales[pages], one)  # [pages, kv_heads, 64, 128]
-        sides.append(values.transpose(0, 1).flatten(1, 2)[:, :tokens])
+        interleaved = a.interleaved and side == 1
+        scale = torch.ones(1) if a.kv_scales is None else a.kv_scales[layer, side]
+        codes, scales = (x[layer, side].transpose(1, 2) for x in (a.kv_cache, a.kv_cache_sf))  # heads behind tokens
+        kv.append(row, slot, codes, scales, scale, interleaved=interleaved)
+        at, col = kv.scale_places(torch.arange(PAGE), scales.shape[-1], interleaved=interleaved)
+        own = scales[pages][:, at, :, col].permute(2, 0, 3, 1)  # of [64, 8, pages, heads]
+        values = kv.dequantize(codes[pages], own, scale)  # [pages, 64, kv_heads, 128]
+        sides.append(values.flatten(0, 1)[:tokens].transpose(0, 1))
     groups = query[0].float().unflatten(0, (kv_heads, -1))
     weights = torch.softmax(groups @ sides[0].transpose(1, 2) * a.scale, -1)
-    return (weights @ sides[1]).reshape(1, -1).bfloat16()
+    return (weights @ sides[1]).reshape(1, -1).to(qkv.dtype)
+
+
+def _alphas(alphas: torch.Tensor, problem: Problem) -> list[torch.Tensor]:
+    """What the outputs of each product are multiplied by, gates before ups."""
+    q, side = problem.heads * HEAD_DIM, problem.kv_heads * HEAD_DIM
+    counts = torch.tensor([q, side, side, problem.hidden, problem.inter, problem.inter, problem.hidden])
+    return list(alphas.repeat_interleave(counts).split([n for n, _ in problem.products]))
 
 
 def _reference(arguments: Arguments) -> None:
-    a = arguments
+    a, problem = arguments, problem_of(arguments)
     h = a.x
     for layer in range(len(a.weights)):
-        qkv, o, gate_up, down = (one.dequantize() for one in weights_of(a.weights[layer], problem_of(a)))
-        alpha = a.alphas[layer]
-        attended = _attend(a, layer, (norm.rmsnorm(h, a.norms[layer, 0], a.eps).float() @ qkv.T * alpha[0]).bfloat16())
-        h = norm.add((attended.float() @ o.T * alpha[1]).bfloat16(), h)
+        qkv, o, gate_up, down = (one.dequantize() for one in weights_of(a.weights[layer], problem))
+        alpha = _alphas(a.alphas[layer], problem)
+        rows = norm.rmsnorm(h, a.norms[layer, 0], a.eps).float() @ qkv.T * alpha[0]
+        attended = _attend(a, layer, (rows if a.biases is None else rows + a.biases[layer].float()).to(h.dtype))
+        h = norm.add((attended.float() @ o.T * alpha[1]).to(h.dtype), h)
         gate, up = (norm.rmsnorm(h, a.norms[layer, 1], a.eps).float() @ gate_up.T * alpha[2]).chunk(2, -1)
-        h = norm.add(((silu(gate) * up).bfloat16().float() @ down.T * alpha[3]).bfloat16(), h)
+        h = norm.add(((silu(gate) * up).to(h.dtype).float() @ down.T * alpha[3]).to(h.dtype), h)
     a.out.copy_(h)
 
 
@@ -76,6 +99,8 @@ DECODE_STEP = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="out",
-    aligned=("x", "weights", "norms", "kv_cache", "kv_cache_sf", "cos_sin_cache", "state", "out"),
+    aligned=(
+        *("x", "weights", "norms", "head_norms", "biases", "kv_cache", "kv_cache_sf", "cos_sin_cache", "state", "out"),
+    ),
     exclusive=("kv_cache", "kv_cache_sf", "state", "out"),
 )

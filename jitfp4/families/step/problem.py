@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jitfp4.formats import DType
+
 HEAD_DIM, PAGE = 128, 64
 MOST_SPLITS = 16
-_TAG_WORDS = 8
+TAG_WORDS = 8
 
 
 class Problem(NamedTuple):
-    """A dense model: its sizes, in elements and heads."""
+    """A dense model: its sizes, in elements and heads, and what it has.
+
+    ``bias``: of queries, keys and values; ``head_norms``: RMSNorm of each query and key; ``interleaved``: scales of
+    values in the cache.
+    """
 
     hidden: int
     heads: int
     kv_heads: int
     inter: int
+    dtype: DType = DType.BF16
+    bias: bool = False
+    head_norms: bool = False
+    interleaved: bool = False
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
@@ -28,4 +38,4 @@ class Problem(NamedTuple):
     def state_words(self) -> int:
         """Words of 8 bytes through which CTAs pass values: pairs of them, and parts of attention."""
         pairs = (2 * self.hidden + self.products[0][0] + self.heads * HEAD_DIM + self.inter) // 2
-        return _TAG_WORDS + pairs + MOST_SPLITS * self.heads * (HEAD_DIM + 2)
+        return TAG_WORDS + pairs + MOST_SPLITS * self.heads * (HEAD_DIM + 2)

@@ -14,11 +14,12 @@ TABLE = Table(tuple(Row(tactic) for tactic in TACTICS), measured=None)
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """Llama-8B and 70B, and models of 16, 32 and 64 KV heads."""
+    """Llama-8B and 70B, Qwen3-8B, and models of 16, 32 and 64 KV heads."""
     if not arch.has_wgmma:
         return
     yield Problem(4096, 32, 8, 14336)
     yield Problem(8192, 64, 8, 28672)
+    yield Problem(4096, 32, 8, 12288, head_norms=True, interleaved=True)
     yield Problem(4096, 32, 16, 11008)
     yield Problem(4096, 32, 32, 11008)
     yield Problem(4096, 64, 64, 11008)

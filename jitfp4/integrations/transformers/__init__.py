@@ -18,6 +18,7 @@ from jitfp4.integrations.transformers.experts import register_experts
 from jitfp4.integrations.transformers.prompts import use_fp8_activations
 from jitfp4.integrations.transformers.quantizer import Jitfp4Quantizer, claim
 from jitfp4.integrations.transformers.serving import load_kernels
+from jitfp4.integrations.transformers.steps import use_decode_step
 
 __all__ = [
     "Jitfp4Config",
@@ -26,6 +27,7 @@ __all__ = [
     "calibrate",
     "load_kernels",
     "register",
+    "use_decode_step",
     "use_fp8_activations",
     "use_gated_delta_rule",
 ]

@@ -1,5 +1,5 @@
 // step_decode, generated from templates/step/decode.cu.j2
-// spec: {"depth":4,"heads":32,"hidden_chunks":32,"inter_chunks":112,"kv_heads":8,"splits":16}
+// spec: {"bias":false,"ctas":128,"depth":5,"dtype":"bf16","head_norms":false,"heads":32,"hidden_chunks":32,"inter_chunks":112,"interleaved":false,"kv_heads":8,"splits":16}
 //
 // All layers of a dense model for one token of one request: RMSNorm, queries, keys and values, their rotation, the
 // append to an NVFP4 cache, attention, its product with the residual, RMSNorm, SwiGLU, and the last product.
@@ -14,14 +14,7 @@
 //   down (or x) -> h -> qkv -> queries, keys, values -> attention: parts of a KV head -> merged -> o -> h2 -> gate and
 //   up -> act -> down
 
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
-
+// ---- spec ------------------------------------------------------------------
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
 using uint16 = unsigned short;
@@ -37,6 +30,47 @@ constexpr int   kWarp   = 32;
 constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+using T = bf16;
+struct Config {
+  using T = ::T;
+  static constexpr int kCtas = 128, kSplits = 16;  // CTAs; those that share a KV head
+  static constexpr int kDepth = 5;  // of a warp's ring, in pieces
+  static constexpr int kHeads = 32, kKvHeads = 8, kGroup = kHeads / kKvHeads;
+  static constexpr int kQ = kHeads * 128, kQkv = kQ + 2 * kKvHeads * 128;
+  static constexpr int kHidden = 32 * 128, kInter = 112 * 128;
+  static constexpr bool kHasBias = false;  // of queries, keys and values
+  static constexpr bool kHasHeadNorms = false;
+  static constexpr bool kInterleaved = false;  // scales of values, of four tokens
+};
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
 
 // ---- partials/ptx ----------------------------------------------------------
 // A function for each instruction that several kernels use.
@@ -167,31 +201,6 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -277,340 +286,37 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
-// ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
-// in whole warps.
-namespace ptx {
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-// Arrives, and waits for the others.
-__device__ __forceinline__ void barrier_sync(int i, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-}  // namespace ptx
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
 
-// ---- partials/mma_half -----------------------------------------------------
-// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
-namespace ptx {
-// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
-// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
-template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
-// lane gets the pair at row g, columns 2 t and 2 t + 1.
-__device__ __forceinline__ uint4 load_matrices(uint32 row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-  return v;
-}
-}  // namespace ptx
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
 
-// ---- partials/reciprocal ---------------------------------------------------
-// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
-// its remainder (Markstein).
-__device__ __forceinline__ float reciprocal_inside(float v) {
-  const float seed = ptx::rcp_approx(v);
-  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
-}
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
 
-// ---- partials/rstd ---------------------------------------------------------
-// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
-// reciprocal are approximations corrected by their remainders (Markstein).
-struct Rstd {
-  float h, reciprocal, eps;
-  __device__ __forceinline__ float operator()(float sum) const {
-    float quotient = sum * reciprocal;
-    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
-    const float v = quotient + eps;
-    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
-    const float seed = ptx::rsqrt_approx(v), near = v * seed;
-    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
-  }
-};
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
 
-// ---- partials/silu_of ------------------------------------------------------
-// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
-// relative error of up to 2^-22 + |v| * 2^-23.
-constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
-
-// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
-// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
-__device__ __forceinline__ float silu_inside(float v) {
-  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
-  return fmaf(-fmaf(d, q, -v), r, q);
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
-// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
-// be subnormal; exp(v) times 2^64 is not.
-__device__ __forceinline__ float silu_outside(float v) {
-  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
-}
-
-__device__ __forceinline__ float silu(float v) {
-  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
-}
-
-// ---- partials/async_copy ---------------------------------------------------
-// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
-namespace ptx {
-__device__ __forceinline__ uint4 ld_shared(uint32 p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-  return v;
-}
-// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
-__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
-  uint4 v;
-  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
-}
-__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Starts a copy of 16 bytes from global memory, cached in L2 only.
-__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
-// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
-// returns at once.
-using Barrier = uint64;
-
-namespace ptx {
-__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
-// Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
-  uint32 done = 0;
-  while (!done)
-    asm volatile("{\n"
-                 "  .reg .pred p;\n"
-                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "  selp.u32 %0, 1, 0, p;\n"
-                 "}"
-                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/tma ----------------------------------------------------------
-// A tensor map: what the host encodes to describe a tensor to TMA.
-struct alignas(64) TensorMap { uint64 opaque[16]; };
-
-namespace ptx {
-// Returns true in exactly one lane of a converged warp.
-__device__ __forceinline__ bool elect_one() {
-  uint32 chosen;
-  asm volatile("{\n"
-               "  .reg .pred p;\n"
-               "  elect.sync _|p, 0xffffffff;\n"
-               "  selp.u32 %0, 1, 0, p;\n"
-               "}"
-               : "=r"(chosen));
-  return chosen;
-}
-__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
-__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
-               " [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)) : "memory");
-}
-}  // namespace ptx
-
-// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
-__device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
-
-// ---- partials/ring ---------------------------------------------------------
-// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
-template <int kSize> struct Ring {
-  uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSize) slot = 0, parity ^= 1;
-  }
-};
-
-// ---- partials/fence_proxy --------------------------------------------------
-namespace ptx {
-// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
-namespace ptx {
-// Copies 16 bytes: the first `bytes` are read, the others are zero.
-__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// The copies that this thread has started since the last call become a group.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of this thread are complete.
-template <int kAllowed>
-__device__ __forceinline__ void copy_async_wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/cluster_address ----------------------------------------------
-namespace ptx {
-// The address that `p` has in the CTA `rank` of the cluster.
-__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
-  uint32 a;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
-  return a;
-}
-// Stores at such an address.
-__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
-  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-}  // namespace ptx
-
-// ---- gemm/copies -----------------------------------------------------------
-// Copies to shared memory, and loads from it.
-namespace ptx {
-// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
-__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
-  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1], %2, [%3], %4;"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
-}
-__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
-  uint32 v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
-  return v;
-}
-// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
-__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
-  return v;
-}
-}  // namespace ptx
-
-// ---- partials/format -------------------------------------------------------
-enum class Format { kNvfp4, kMxfp4 };
-// Elements that share a scale.
-__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
-
-// ---- gemm/weight -----------------------------------------------------------
-// A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
-// 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
-// g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-constexpr int   kTileRows = 64, kTileCols = 128;
-constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
-constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
-constexpr float kWeightUnit = 0x1p8f;
-
-// Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
-// 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
-constexpr uint32 kPairCodes = 0x81C081C0u, kPairValues = 0x01C001C0u;  // with signs, without
-template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
-template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
-  pairs[0] = w & kPairCodes;
-  pairs[1] = w << 6 & kPairCodes;
-  pairs[2] = __funnelshift_r(w, w, 6) & kPairCodes;
-  pairs[3] = (w << 4 ^ w >> 4) & kPairCodes;
-}
-template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
-  decode_codes<bf16>(pairs, w);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] += 7 * (pairs[i] & kPairValues);  // their sign stays, the others move by three
-}
-
-// Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
-// bits of exponent, with a bias of 21, and three of mantissa. The bytes of the first lie in the middle of a half of the
-// word, those of the second after its bytes have changed places.
-template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
-template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
-  uint32 d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
-      : "=r"(d) : "r"(second ? __byte_perm(v, 0, 0x2301) : v), "r"(0x0FF00FF0u), "r"(0x70007000u));
-  return d;  // v & mask | constant
-}
-template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
-  return (second ? __byte_perm(v, 0, 0x2301) : v) << 3 & 0x7F807F80u;
-}
-
-// Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they
-// need no copies of a half.
-template <typename T>
-__device__ void mul_pairs(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales);
-template <> __device__ __forceinline__ void mul_pairs<f16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
-  asm("{\n"
-      "  .reg .b16 first, second;\n"
-      "  .reg .b32 a, b;\n"
-      "  mov.b32 {first, second}, %4;\n"
-      "  mov.b32 a, {first, first};\n"
-      "  mov.b32 b, {second, second};\n"
-      "  mul.rn.f16x2 %0, %0, a;\n"
-      "  mul.rn.f16x2 %1, %1, a;\n"
-      "  mul.rn.f16x2 %2, %2, b;\n"
-      "  mul.rn.f16x2 %3, %3, b;\n"
-      "}"
-      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales));
-}
-// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
-template <> __device__ __forceinline__ void mul_pairs<bf16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
-  asm("{\n"
-      "  .reg .b16 first, second;\n"
-      "  .reg .b32 a, b;\n"
-      "  mov.b32 {first, second}, %4;\n"
-      "  mov.b32 a, {first, first};\n"
-      "  mov.b32 b, {second, second};\n"
-      "  fma.rn.bf16x2 %0, %0, a, %5;\n"
-      "  fma.rn.bf16x2 %1, %1, a, %5;\n"
-      "  fma.rn.bf16x2 %2, %2, b, %5;\n"
-      "  fma.rn.bf16x2 %3, %3, b, %5;\n"
-      "}"
-      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales), "r"(0x80008000u));
-}
-
-// One 16 x 16 piece: `scales` of rows g and g + 8 as a pair.
-template <typename T>
-__device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, uint32 scales) {
-  decode_codes<T>(pairs, codes);
-  uint32 upper[2] = {pairs[0], pairs[2]}, lower[2] = {pairs[1], pairs[3]};
-  mul_pairs<T>(upper, lower, scales);
-  pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
 // ---- partials/e2m1 ---------------------------------------------------------
@@ -665,6 +371,14 @@ __device__ __forceinline__ float decode_e4m3(uint8 b) {
 __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
   if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
   return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
 }
 
 // ---- partials/nvfp4 --------------------------------------------------------
@@ -783,9 +497,9 @@ namespace attention {
 constexpr int kHeadDim = 128, kPage = 64, kBlocks = 1, kSteps = kHeadDim / 16, kQueryWords = kHeadDim / 32;
 constexpr int kRowBytes = kHeadDim / 2, kScaleBytes = kHeadDim / 16, kPageBytes = kPage * kRowBytes;
 constexpr int kScalesAt = kPageBytes, kValuesAt = 0, kVScalesAt = kScalesAt;
+constexpr bool kInterleaved = Config::kInterleaved;
 constexpr int kWidth = kHeadDim, kStageRow = kRowBytes, kStageScales = kScaleBytes, kVScalesRow = kScaleBytes;
-constexpr bool kInterleaved = false;
-using Query = bf16;
+using Query = f16;
 struct Queries { uint32 words[kBlocks][kSteps][2]; };
 __device__ __forceinline__ int place(int row, int vector) { return row * kRowBytes + vector * 16; }
 __device__ __forceinline__ int keep(int x) { return x; }
@@ -990,14 +704,19 @@ constexpr float kNone = -1e30f;
 struct State {
   float reference[2] = {kNone, kNone}, sum[2] = {}, o[1][kSteps][4] = {};
 
-  // 16 tokens, of which a lane has g and g + 8: `has` says whether they exist.
+  // 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
   __device__ __forceinline__ void attend(const uint8* key, const uint8* value, int first, const Lane& lane,
-                                         const Queries& q, const float (&scale)[2], bool has, bool has_next) {
+                                         const Queries& q, const float (&scale)[2], int count, int number) {
+    const bool has = number / 4 < count, has_next = number / 4 + 8 < count;
     float x[kBlocks][4];
     scores(key, first, lane, q, x);
     Values v(value, first, lane);
-    if (!has) v.scales[0][0] = 0;
-    if (!has_next) v.scales[1][0] = 0;
+    if constexpr (kTransposed) {
+      if (!has) v.scales[0][0] = 0;
+      if (!has_next) v.scales[1][0] = 0;
+    } else {
+      v.keep(count < 16 ? (1u << max(count, 0)) - 1 : ~0u);
+    }
     uint32 weights[1][2];
     float p[4];
 #pragma unroll
@@ -1022,116 +741,382 @@ struct State {
 };
 
 // Rotates a pair of dimensions by the cosines and sines of dimensions n and n + 1, of the first half.
+template <typename T>
 __device__ __forceinline__ uint32 rotate(uint32 pair, uint32 other, const float* cos_sin, int n, bool second) {
   const float2 c = *reinterpret_cast<const float2*>(cos_sin + n);
   const float2 d = *reinterpret_cast<const float2*>(cos_sin + kHeadDim / 2 + n);
-  const float a = low<bf16>(pair) * c.x, b = high<bf16>(pair) * c.y;
-  const float e = low<bf16>(other) * d.x, f = high<bf16>(other) * d.y;
-  return second ? to_pair<bf16>(a + e, b + f) : to_pair<bf16>(a - e, b - f);
+  const float a = low<T>(pair) * c.x, b = high<T>(pair) * c.y;
+  const float e = low<T>(other) * d.x, f = high<T>(other) * d.y;
+  return second ? to_pair<T>(a + e, b + f) : to_pair<T>(a - e, b - f);
 }
 }  // namespace attention
 
-// ---- spec ------------------------------------------------------------------
-constexpr int kSplits = 16;  // CTAs that share a KV head
-constexpr int kDepth = 4;  // of a warp's ring, in pieces
-constexpr int kHeads = 32, kKvHeads = 8;
-constexpr int kHidden = 32 * kTileCols, kInter = 112 * kTileCols;
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
 
-constexpr int kQ = kHeads * attention::kHeadDim, kQkv = kQ + 2 * kKvHeads * attention::kHeadDim;
-constexpr int kGroup = kHeads / kKvHeads, kCtas = kKvHeads * kSplits;
-constexpr int kLine = kGroup * attention::kHeadDim;  // outputs of a KV head
-constexpr int kMerged = kLine / kSplits;  // of a CTA
-static_assert(kLine % kSplits == 0 && kMerged % kWarp == 0 && kSplits <= kWarp, "whole warps add up parts");
+// ---- partials/rstd ---------------------------------------------------------
+// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
+// reciprocal are approximations corrected by their remainders (Markstein).
+struct Rstd {
+  float h, reciprocal, eps;
+  __device__ __forceinline__ float operator()(float sum) const {
+    float quotient = sum * reciprocal;
+    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
+    const float v = quotient + eps;
+    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
+    const float seed = ptx::rsqrt_approx(v), near = v * seed;
+    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
+  }
+};
 
-enum Product { kQkvProduct, kOProduct, kGateUp, kDown, kProducts };
-constexpr int kWarps = 16, kThreads = kWarps * kWarp;
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
+// ---- partials/ring ---------------------------------------------------------
+// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma ----------------------------------------------------------
+// A tensor map: what the host encodes to describe a tensor to TMA.
+struct alignas(64) TensorMap { uint64 opaque[16]; };
+
+namespace ptx {
+// Returns true in exactly one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32 chosen;
+  asm volatile("{\n"
+               "  .reg .pred p;\n"
+               "  elect.sync _|p, 0xffffffff;\n"
+               "  selp.u32 %0, 1, 0, p;\n"
+               "}"
+               : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)) : "memory");
+}
+}  // namespace ptx
+
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+__device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and loads from it.
+namespace ptx {
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
+// ---- gemm/weight -----------------------------------------------------------
+// A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
+// 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
+// g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
+constexpr int   kTileRows = 64, kTileCols = 128;
+constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
+constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
+constexpr float kWeightUnit = 0x1p8f;
+
+// Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
+// 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
+constexpr uint32 kPairCodes = 0x81C081C0u, kPairValues = 0x01C001C0u;  // with signs, without
+template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
+template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
+  pairs[0] = w & kPairCodes;
+  pairs[1] = w << 6 & kPairCodes;
+  pairs[2] = __funnelshift_r(w, w, 6) & kPairCodes;
+  pairs[3] = (w << 4 ^ w >> 4) & kPairCodes;
+}
+template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
+  decode_codes<bf16>(pairs, w);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] += 7 * (pairs[i] & kPairValues);  // their sign stays, the others move by three
+}
+
+// Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
+// bits of exponent, with a bias of 21, and three of mantissa. The bytes of the first lie in the middle of a half of the
+// word, those of the second after its bytes have changed places.
+template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
+template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(d) : "r"(second ? __byte_perm(v, 0, 0x2301) : v), "r"(0x0FF00FF0u), "r"(0x70007000u));
+  return d;  // v & mask | constant
+}
+template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
+  return (second ? __byte_perm(v, 0, 0x2301) : v) << 3 & 0x7F807F80u;
+}
+
+// Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they
+// need no copies of a half.
+template <typename T>
+__device__ void mul_pairs(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales);
+template <> __device__ __forceinline__ void mul_pairs<f16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  mul.rn.f16x2 %0, %0, a;\n"
+      "  mul.rn.f16x2 %1, %1, a;\n"
+      "  mul.rn.f16x2 %2, %2, b;\n"
+      "  mul.rn.f16x2 %3, %3, b;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales));
+}
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+template <> __device__ __forceinline__ void mul_pairs<bf16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  fma.rn.bf16x2 %0, %0, a, %5;\n"
+      "  fma.rn.bf16x2 %1, %1, a, %5;\n"
+      "  fma.rn.bf16x2 %2, %2, b, %5;\n"
+      "  fma.rn.bf16x2 %3, %3, b, %5;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales), "r"(0x80008000u));
+}
+
+// One 16 x 16 piece: `scales` of rows g and g + 8 as a pair.
+template <typename T>
+__device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, uint32 scales) {
+  decode_codes<T>(pairs, codes);
+  uint32 upper[2] = {pairs[0], pairs[2]}, lower[2] = {pairs[1], pairs[3]};
+  mul_pairs<T>(upper, lower, scales);
+  pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
+}
+
+// ---- step/piece ------------------------------------------------------------
+// Products of a piece of a weight with one vector. A piece is two blocks of 16 rows by 128 columns: the codes of both,
+// then their scales.
 constexpr int kBlockBytes = 1024, kBlockScaleBytes = 128, kPieceBytes = 2 * (kBlockBytes + kBlockScaleBytes);
-constexpr int kTileBytes = kBlocks * (kBlockBytes + kBlockScaleBytes);
-constexpr int kMaxK = kInter > kHidden ? (kInter > kQ ? kInter : kQ) : (kHidden > kQ ? kHidden : kQ);
-constexpr int kChunkWords = kTileCols / 2;
-constexpr int kMaxChunks = int(ceil_div(kMaxK / kTileCols, kWarps));  // of a warp
-constexpr int kOwn = int(ceil_div(kHidden / 16, kCtas)) * 16;  // rows of a CTA
-constexpr int kWide = int(ceil_div((2 * kInter > kQkv ? 2 * kInter : kQkv) / 16, kCtas)) * 16;
-constexpr uint32 kMostPolls = 1u << 24;  // then something is wrong, and a trap ends the launch
 
-__device__ __forceinline__ int blocks_of(int product) {
-  return (product == kQkvProduct ? kQkv : product == kGateUp ? 2 * kInter : kHidden) / 16;
+// What the vector is multiplied by before it is rounded to T: bf16 codes are subnormal, and an fp16 vector in front of
+// its norm (kRaw) may be large. kUnit of the sums is what stands for 1.
+template <typename T, bool kRaw> struct Vector { static constexpr float kUnit = kIsBf16<T> ? 0x1p32f : kRaw ? 0x1p-4f : 1.0f; };
+
+__device__ __forceinline__ uint32 word_at(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
-__device__ __forceinline__ int chunks_of(int product) {
-  return (product == kOProduct ? kQ : product == kDown ? kInter : kHidden) / kTileCols;
-}
-__device__ __forceinline__ int first_block(int product, int cta) { return blocks_of(product) * cta / kCtas; }
-// Two blocks of 16 rows at a time; one where a tile begins or ends between them.
-__device__ __forceinline__ int blocks_at(int at, int last) { return at % 2 != 0 || at + 1 == last ? 1 : 2; }
 
-// ---- weights ---------------------------------------------------------------
-// The pieces of a warp in a layer, two blocks of 16 rows by 128 columns, in the order of their use. Of each, a word has
-// the product, the block in its tile, whether there are two, and the number of the tile.
-constexpr int kMaxPieces = 39;  // and one word for their number
-
-__device__ __forceinline__ int plan_pieces(uint32* plan, int warp) {
-  int count = 0;
-  for (int product = 0; product < kProducts; ++product) {
-    const int last = first_block(product, blockIdx.x + 1), chunks = chunks_of(product);
-    for (int at = first_block(product, blockIdx.x), blocks; at < last; at += blocks) {
-      blocks = blocks_at(at, last);
-      for (int chunk = warp; chunk < chunks; chunk += kWarps) {
-        plan[count++] = product | at % kBlocks << 2 | (blocks - 1) << 4 | (at / kBlocks * chunks + chunk) << 5;
+// Adds products to sums of rows g and g + 8 of kCount blocks. There is one column to multiply by, and the tensor cores
+// take eight: columns 2 j and 2 j + 1 have the values of x for steps 2 j and 2 j + 1, 32 of the 128, and zeros
+// elsewhere. So a lane gets sums of codes for its own two steps, and multiplies those by its scales, instead of all
+// weights. `zeros` is the address of 16 bytes of them.
+template <typename T, int kCount>
+__device__ __forceinline__ void multiply(float (&sums)[2][2], uint32 piece, uint32 x, uint32 zeros, int lane) {
+  const uint32 codes = piece + lane * 16, scales = piece + 2 * kBlockBytes + lane * 4, mine = x + lane % 4 * 16;
+  float  d[kCount][2][4] = {};
+  uint32 f[kCount];
+  uint4  w[2][kCount], v[4];
+#pragma unroll
+  for (int b = 0; b < kCount; ++b) {
+    w[0][b] = ptx::ld_shared(codes + b * kBlockBytes);
+    w[1][b] = ptx::ld_shared(codes + b * kBlockBytes + 512);
+    f[b]    = ptx::ld_shared_4(scales + b * kBlockScaleBytes);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) v[j] = ptx::ld_shared(lane / 8 == j ? mine + j * 64 : zeros);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int b = 0; b < kCount; ++b) {
+        uint32 a[4];
+        decode_codes<T>(a, word_at(w[j / 2][b], j % 2 * 2 + i));
+        ptx::mma_half<T>(d[b][i], a, i ? v[j].z : v[j].x, i ? v[j].w : v[j].y);
       }
     }
   }
-  return count;
+#pragma unroll
+  for (int b = 0; b < kCount; ++b) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32 scale = decode_scales<T>(f[b], i == 1);
+      sums[b][0] = fmaf(d[b][i][0], low<T>(scale), sums[b][0]);
+      sums[b][1] = fmaf(d[b][i][2], high<T>(scale), sums[b][1]);
+    }
+  }
+}
+// Of the four lanes that have parts of the same rows: lane t gets the sum of row 8 t + g.
+__device__ __forceinline__ float gather(const float (&sums)[2][2], int lane) {
+  const bool odd = lane % 2 != 0, second = lane / 2 % 2 != 0;
+  float kept[2];
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    kept[b] = odd ? sums[b][1] : sums[b][0];
+    kept[b] += __shfl_xor_sync(~0u, odd ? sums[b][0] : sums[b][1], 1);
+  }
+  return (second ? kept[1] : kept[0]) + __shfl_xor_sync(~0u, second ? kept[0] : kept[1], 2);
 }
 
-// Where the weights of a layer lie, in the order of their use.
-__device__ __forceinline__ int64 bytes_of(int product) {
-  return int64(ceil_div(blocks_of(product), kBlocks)) * chunks_of(product) * kTileBytes;
-}
-__device__ __forceinline__ int64 place_of(int product) {
-  int64 at = 0;
-  for (int i = 0; i < product; ++i) at += bytes_of(i);
-  return at;
-}
-struct Part {  // of a softmax
-  alignas(16) float o[kGroup][attention::kHeadDim];
-  float reference[kGroup], sum[kGroup];
-};
-constexpr int kParts = 8, kPages = kParts / 4;  // four warps share a page
-constexpr int kKvBytes = attention::kPage * (attention::kRowBytes + attention::kScaleBytes);
-union Wide {  // sums of the warps, of products with many rows; or parts of a softmax
-  float rows[kWarps][kWide];
-  Part  parts[kParts];
-};
-
-struct Shared {
-  alignas(128) uint8 ring[kWarps][kDepth][kPieceBytes];
-  alignas(128) uint8 kv[kPages][2][kKvBytes];
-  alignas(16) uint8 x[kWarps][kMaxChunks][kTileCols * 2];
-  alignas(16) uint16 q[kGroup][attention::kHeadDim];
-  Wide  wide;
-  float rows[kWarps][kOwn];
-  float squares[2][kWarps];
-  float own[kOwn];
-  alignas(16) float cos_sin[attention::kHeadDim];
-  int64 places[kProducts + 1];  // of the weights in a layer; last, the bytes of a layer
-  uint32 plan[kWarps][kMaxPieces];
-  Barrier full[kWarps][kDepth], pages;
-};
-static_assert(sizeof(Shared) == 218112, "the launch counts on it");
-
-// ---- words -----------------------------------------------------------------
-// A pair of values and the number of what it belongs to, written and read as one.
+// ---- step/words ------------------------------------------------------------
+// What CTAs tell each other: a word is a pair of values, or a float, and a tag, the number of what it belongs to. It is
+// written and read as one, so a reader polls until the tag is the one that it wants.
 namespace ptx {
-__device__ __forceinline__ void st_word(uint64* p, uint32 pair, uint32 tag) {
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(uint64(tag) << 32 | pair) : "memory");
-}
-__device__ __forceinline__ void ld_words(uint64 (&v)[2], const uint64* p) {
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
+__device__ __forceinline__ void st_word(uint64* p, uint32 value, uint32 tag) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(uint64(tag) << 32 | value) : "memory");
 }
 __device__ __forceinline__ uint64 ld_word(const uint64* p) {
   uint64 v;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
+}
+__device__ __forceinline__ void ld_words(uint64 (&v)[2], const uint64* p) {
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
 }
 __device__ __forceinline__ uint32 ld_relaxed(const uint32* p) {
   uint32 v;
@@ -1141,235 +1126,352 @@ __device__ __forceinline__ uint32 ld_relaxed(const uint32* p) {
 __device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-__device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(a), "r"(b) : "memory");
-}
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 }  // namespace ptx
 
-// Where the word of columns n and n + 1 lies: a lane's fragments of a chunk follow each other.
+constexpr uint32 kMostPolls = 1u << 24;  // then something is wrong, and a trap ends the launch
+
+__device__ __forceinline__ bool tagged(uint64 word, uint32 tag) { return uint32(word >> 32) == tag; }
+
+__device__ __forceinline__ uint32 wait_word(const uint64* from, uint32 tag) {
+  uint64 v;
+  uint32 polls = 0;
+  do {
+    v = ptx::ld_word(from);
+    if (++polls == kMostPolls) ptx::trap();
+  } while (!tagged(v, tag));
+  return uint32(v);
+}
+// Two words of each lane of a warp. The first look was earlier.
+__device__ __forceinline__ void wait_words(uint64 (&v)[2], const uint64* from, uint32 tag) {
+  uint32 polls = 0;
+  while (!__all_sync(~0u, tagged(v[0], tag) && tagged(v[1], tag))) {
+    ptx::ld_words(v, from);
+    if (++polls == kMostPolls) ptx::trap();
+  }
+}
+
+// A vector of 16-bit values as words, 128 of it in 64: those that a lane multiplies by follow each other. This is where
+// the word of columns n and n + 1 lies.
+constexpr int kChunk = 128, kChunkWords = kChunk / 2;
 __device__ __forceinline__ int word_of_column(int n) {
-  const int pair = n % kTileCols / 2, step = pair / 8, t = pair % 4, j = pair / 4 % 2;
-  return n / kTileCols * kChunkWords + (step / 2 * 8 + t * 2 + step % 2) * 2 + j;
+  const int pair = n % kChunk / 2, step = pair / 8, t = pair % 4, j = pair / 4 % 2;
+  return n / kChunk * kChunkWords + (step / 2 * 8 + t * 2 + step % 2) * 2 + j;
 }
 // The first column of word 0 of a lane, eight before that of word 1.
 __device__ __forceinline__ int column_of_lane(int lane) { return (lane / 8 * 2 + lane % 2) * 16 + lane / 2 % 4 * 2; }
 
-__device__ __forceinline__ uint32 word_at(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-__device__ __forceinline__ void multiply(float (&sums)[2][4], uint32 piece, uint32 x, int lane) {
-  uint32 codes = piece + lane * 16, scales = piece + 2 * kBlockBytes + lane / 4 * 16;
-  x += lane % 4 * 16;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint4 w[2];
-    uint2 f[2];
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      w[b] = ptx::ld_shared(codes + b * kBlockBytes + half * 512);
-      f[b] = ptx::ld_shared_8(scales + b * kBlockScaleBytes + half * 8);
-    }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const uint4 v = ptx::ld_shared(x + (half * 2 + pair) * 64);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          uint32 a[4];
-          decode_weight<bf16>(a, word_at(w[b], 2 * pair + i), decode_scales<bf16>(pair ? f[b].y : f[b].x, i == 1));
-          ptx::mma_half<bf16>(sums[b], a, i ? v.z : v.x, i ? v.w : v.y);
+// ---- step/stream -----------------------------------------------------------
+// The weights of all layers, as a CTA reads them. It has a share of the rows of each product, and its warps share the
+// columns, 128 at a time. C is the kernel's Config: its sizes.
+enum Product { kQkvProduct, kOProduct, kGateUp, kDown, kProducts };
+constexpr int kWarps = 16, kThreads = kWarps * kWarp;
+constexpr int kTileBytes = kBlocks * (kBlockBytes + kBlockScaleBytes);
+
+__device__ __forceinline__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+template <class C> struct Shares {
+  static __device__ __forceinline__ constexpr int blocks_of(int product) {
+    return (product == kQkvProduct ? C::kQkv : product == kGateUp ? 2 * C::kInter : C::kHidden) / 16;
+  }
+  static __device__ __forceinline__ constexpr int chunks_of(int product) {
+    return (product == kOProduct ? C::kQ : product == kDown ? C::kInter : C::kHidden) / kChunk;
+  }
+  static __device__ __forceinline__ constexpr int tiles_of(int product) {
+    return int(ceil_div(blocks_of(product), kBlocks)) * chunks_of(product);
+  }
+  static __device__ __forceinline__ int first_block(int product, int cta) {
+    return blocks_of(product) * cta / C::kCtas;
+  }
+  // Two blocks of 16 rows at a time; one where a tile begins or ends between them.
+  static __device__ __forceinline__ int blocks_at(int at, int last) { return at % 2 != 0 || at + 1 == last ? 1 : 2; }
+
+  static constexpr int   kMostChunks = larger(larger(C::kInter, C::kQ), C::kHidden) / kChunk;
+  static constexpr int   kOwn = int(ceil_div(blocks_of(kDown), C::kCtas)) * 16;  // rows of a CTA
+  static constexpr int   kWide = int(ceil_div(larger(blocks_of(kGateUp), blocks_of(kQkvProduct)), C::kCtas)) * 16;
+  static constexpr int64 kLayerBytes =
+      int64(tiles_of(kQkvProduct) + tiles_of(kOProduct) + tiles_of(kGateUp) + tiles_of(kDown)) * kTileBytes;
+
+  // Whether warps have all columns of a product for their rows at once, so that none of the vector is kept for others.
+  static __device__ __forceinline__ constexpr bool at_once(int product) {
+    return blocks_of(product) % C::kCtas == 0 && blocks_of(product) / C::kCtas <= 2;
+  }
+  static __device__ __forceinline__ constexpr int kept(int product) {
+    return at_once(product) ? 1 : int(ceil_div(chunks_of(product), kWarps));
+  }
+  static constexpr bool kWhole = C::kHidden % (kWarps * kChunk) == 0 && C::kQ % (kWarps * kChunk) == 0
+                                 && C::kInter % (kWarps * kChunk) == 0;  // each warp has columns in every turn
+  static constexpr int kKept = larger(larger(kept(kQkvProduct), kept(kOProduct)), larger(kept(kGateUp), kept(kDown)));
+
+  // The pieces of a CTA in a layer, one of 128 columns for each warp, in the order of their use. Of each, a word has
+  // whether there are two blocks, the number of the first in its tile, how many warps have columns, less one, and the
+  // number of the first warp's tile in its layer; the others' follow.
+  static __device__ __forceinline__ int plan(uint32* to) {
+    int count = 0, tiles = 0;
+    for (int product = 0; product < kProducts; ++product) {
+      const int first = first_block(product, blockIdx.x), last = first_block(product, blockIdx.x + 1);
+      const int chunks = chunks_of(product);
+      for (int at = first, blocks; at < last; at += blocks) {
+        blocks = blocks_at(at, last);
+        for (int chunk = 0; chunk < chunks; chunk += kWarps) {
+          to[count++] = (blocks - 1) | at % kBlocks << 1 | (min(chunks - chunk, kWarps) - 1) << 3
+                          | (tiles + at / kBlocks * chunks + chunk) << 7;
         }
       }
+      tiles += tiles_of(product);
     }
+    return count;
   }
-}
-
-// ---- the request -----------------------------------------------------------
-struct Request {
-  const int32* pages;
-  int64 num_pages;  // of the cache of a layer
-  int   tokens;     // with the new one
-  float scale;      // of logits, with log2(e)
 };
-// Of a launch
-struct Model {
-  const uint8* weights;
-  const bf16*  norms;
+
+// A warp's pieces pass through a ring of its own, layer after layer, so memory keeps streaming while warps wait.
+template <class C> struct Stream {
+  const uint8*  weights;  // of the layer of the piece that is loaded next
+  const uint32* plan;
+  int pieces, layers, warp;
+  uint8 (*slots)[kPieceBytes];
+  Barrier* full;
+  int next = -1, layer = 0;
+  Ring<C::kDepth> ring;
+
+  __device__ __forceinline__ void start() {
+    if (warp >= Shares<C>::kMostChunks) return;  // it has no columns of any product
+    advance();
+#pragma unroll 1
+    for (int i = 0; i < C::kDepth; ++i) load(i);
+  }
+  __device__ __forceinline__ void advance() {
+    do {
+      if (++next == pieces) next = 0, ++layer, weights += Shares<C>::kLayerBytes;
+    } while (!Shares<C>::kWhole && warp > int(plan[next] >> 3 & 15));
+  }
+  __device__ __forceinline__ void load(int slot) {
+    if (layer >= layers) return;
+    const uint32 planned = plan[next], block = planned >> 1 & 3, blocks = (planned & 1) + 1;
+    const uint8* const tile = weights + uint64((planned >> 7) + warp) * kTileBytes;
+    if (ptx::elect_one()) {
+      uint8* const to = slots[slot];
+      ptx::mbarrier_arrive_expect_tx(full + slot, blocks * (kBlockBytes + kBlockScaleBytes));
+      ptx::bulk_load_once(to, tile + block * kBlockBytes, blocks * kBlockBytes, full + slot);
+      ptx::bulk_load_once(to + 2 * kBlockBytes, tile + kCodeBytes + block * kBlockScaleBytes,
+                          blocks * kBlockScaleBytes, full + slot);
+    }
+    advance();
+  }
+  // The address of the piece that is used next.
+  __device__ __forceinline__ uint32 wait() const {
+    ptx::mbarrier_wait(full + ring.slot, ring.parity);
+    return ptx::shared_address(slots[ring.slot]);
+  }
+  // The warp has read it: its place takes another one.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    load(ring.slot);
+    ring.advance();
+  }
+};
+
+// ---- step/products ---------------------------------------------------------
+namespace ptx {
+__device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(a), "r"(b) : "memory");
+}
+}  // namespace ptx
+
+// The products of a layer, with what stands in front of them and behind. Of a norm in front, the weight is applied to
+// the vector, and the factor to the sums: squares are added up while the product runs.
+
+// What all layers share.
+template <typename T> struct Model {
+  const T *norms, *head_norms, *biases;
   const float* alphas;
-  uint8 *cache, *scales;
   int   layers;
   float eps;
 };
-constexpr int kTagWords = 8, kPartWords = kLine + 2 * kGroup;
-struct Words {  // of each product's outputs, and of the input of a layer
-  uint64 *h, *qkv, *att, *h2, *act, *parts;
-};
+constexpr int kAlphas = 7;  // of queries, keys, values, o, gates, ups, down
 
-struct Step {
+// The words of each product's inputs and outputs, and of attention's parts.
+struct Words { uint64 *h, *qkv, *att, *h2, *act, *parts; };
+
+// Shared has x and zeros, sums of the warps in `wide` and `rows`, and `own`, this CTA's share of hidden values.
+template <class C, class Shared> struct Products {
+  using T = typename C::T;
+  using Share = Shares<C>;
   Shared& s;
-  const Words words;
+  const Words& words;
+  const Model<T>& model;
+  T* const out;
   const int warp, lane;
-  const Model& model;
-  bf16* const out;
-  Request request;
-  const int pieces;  // of a layer
-  int next = 0, next_layer = 0;  // what is loaded next
-  int stage = 0;
-  uint32 parity = 0, page_parity = 0;
 
-  __device__ __forceinline__ bool tagged(uint64 word, uint32 tag) const { return uint32(word >> 32) == tag; }
-
-  // Two words of a lane, once they are ready. The first look was earlier.
-  __device__ __forceinline__ void wait_words(uint64 (&v)[2], const uint64* from, uint32 tag) const {
-    uint32 polls = 0;
-    while (!__all_sync(~0u, tagged(v[0], tag) && tagged(v[1], tag))) {
-      ptx::ld_words(v, from);
-      if (++polls == kMostPolls) ptx::trap();
-    }
+  static __device__ __forceinline__ bool has_norm(int product) { return product == kQkvProduct || product == kGateUp; }
+  static __device__ __forceinline__ float unit_of(int product) {
+    return has_norm(product) ? Vector<T, true>::kUnit : Vector<T, false>::kUnit;
   }
-  __device__ __forceinline__ uint32 wait_word(const uint64* from, uint32 tag) const {
-    uint64 v;
-    uint32 polls = 0;
-    do {
-      v = ptx::ld_word(from);
-      if (++polls == kMostPolls) ptx::trap();
-    } while (!tagged(v, tag));
-    return uint32(v);
+  static __device__ __forceinline__ int alpha_of(int product, int row) {
+    if (product == kQkvProduct) return row < C::kQ ? 0 : row < (C::kQ + C::kQkv) / 2 ? 1 : 2;
+    return product == kOProduct ? 3 : product == kDown ? 6 : 4 + row / 8 % 2;
   }
 
-  __device__ __forceinline__ void refill() {
-    if (next_layer >= model.layers) return;
-    const uint32 piece = s.plan[warp][next], block = piece >> 2 & 3, blocks = (piece >> 4 & 1) + 1;
-    const uint8* const tile = model.weights + next_layer * s.places[kProducts] + s.places[piece & 3]
-                              + uint64(piece >> 5) * kTileBytes;
-    if (ptx::elect_one()) {
-      Barrier* const full = &s.full[warp][stage];
-      uint8* const to = s.ring[warp][stage];
-      ptx::mbarrier_arrive_expect_tx(full, blocks * (kBlockBytes + kBlockScaleBytes));
-      ptx::bulk_load_once(to, tile + block * kBlockBytes, blocks * kBlockBytes, full);
-      ptx::bulk_load_once(to + 2 * kBlockBytes, tile + kCodeBytes + block * kBlockScaleBytes,
-                          blocks * kBlockScaleBytes, full);
-    }
-    if (++next == pieces) next = 0, ++next_layer;
-  }
-
-  __device__ __forceinline__ void product(int product, int layer, uint32 tag) {
-    const bool has_norm = product == kQkvProduct || product == kGateUp;
-    const int  chunks = chunks_of(product), first = first_block(product, blockIdx.x);
-    const int  last = first_block(product, blockIdx.x + 1);
+  __device__ __forceinline__ void run(Stream<C>& stream, int product, int layer, uint32 tag) {
+    const bool norm = has_norm(product);
+    const int  chunks = Share::chunks_of(product), first = Share::first_block(product, blockIdx.x);
+    const int  last = Share::first_block(product, blockIdx.x + 1), count = (last - first) * 16;
+    const int  row = min(warp * kWarp + lane, count - 1);
     const uint64* const from = (product == kQkvProduct ? words.h : product == kOProduct ? words.att
                                 : product == kGateUp ? words.h2 : words.act) + lane * 2;
-    const bf16* const norm = model.norms + (2 * layer + (product == kGateUp)) * kHidden;
-    const float alpha = ptx::ld_f32(model.alphas + layer * kProducts + product);
-    const int column0 = column_of_lane(lane);
-    float* const rows = has_norm ? s.wide.rows[warp] : s.rows[warp];
-    const uint32 x = ptx::shared_address(s.x[warp]);
+    const T* const by = model.norms + (2 * layer + (product == kGateUp)) * C::kHidden + column_of_lane(lane);
+    const float alpha = ptx::ld_f32(model.alphas + layer * kAlphas + alpha_of(product, first * 16 + row));
+    const float unit = unit_of(product);
+    float bias = 0.0f;
+    if (C::kHasBias && product == kQkvProduct) {
+      bias = low<T>(ptx::ld<uint16>(model.biases + layer * C::kQkv + first * 16 + row));
+    }
+    float* const rows = norm ? s.wide.rows[warp] : s.rows[warp];
+    const uint32 x = ptx::shared_address(s.x[warp]), zeros = ptx::shared_address(&s.zeros);
     float  squares = 0.0f;
     uint64 v[2];
-    uint32 by[2];
+    uint32 w[2];
     const auto look = [&](int chunk) {
       if (chunk >= chunks) return;
       ptx::ld_words(v, from + chunk * kChunkWords);
-      if (!has_norm) return;
-      by[0] = ptx::ld<uint32>(norm + chunk * kTileCols + column0);
-      by[1] = ptx::ld<uint32>(norm + chunk * kTileCols + column0 + 8);
+      if (!norm) return;
+      w[0] = ptx::ld<uint32>(by + chunk * kChunk);
+      w[1] = ptx::ld<uint32>(by + chunk * kChunk + 8);
     };
     look(warp);
 #pragma unroll 1
-    for (int at = first; at < last; at += blocks_at(at, last)) {
-      float sums[2][4] = {};
+    for (int at = first; at < last; at += Share::blocks_at(at, last)) {
+      const int blocks = Share::blocks_at(at, last);
+      float  sums[2][2] = {};
       uint32 to = x;
 #pragma unroll 1
-      for (int chunk = warp; chunk < chunks; chunk += kWarps, to += kTileCols * 2) {
+      for (int chunk = warp; chunk < chunks; chunk += kWarps) {
         if (at == first) {
           wait_words(v, from + chunk * kChunkWords, tag);
           uint32 pairs[2];
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            pairs[j] = uint32(v[j]);
-            if (has_norm) {
-              const float a = low<bf16>(pairs[j]), b = high<bf16>(pairs[j]);
+            float a = low<T>(uint32(v[j])), b = high<T>(uint32(v[j]));
+            if (norm) {
               squares = fmaf(a, a, squares), squares = fmaf(b, b, squares);
-              pairs[j] = to_pair<bf16>(a * low<bf16>(by[j]), b * high<bf16>(by[j]));
+              a *= low<T>(w[j]), b *= high<T>(w[j]);
             }
+            pairs[j] = to_pair<T>(a * unit, b * unit);
           }
           ptx::st_shared_8(to + lane * 8, pairs[0], pairs[1]);
           __syncwarp();
           look(chunk + kWarps);
         }
-        ptx::mbarrier_wait(&s.full[warp][stage], parity);
-        multiply(sums, ptx::shared_address(s.ring[warp][stage]), to, lane);
-        __syncwarp();
-        refill();
-        if (++stage == kDepth) stage = 0, parity ^= 1;
+        const uint32 piece = stream.wait();
+        if (blocks == 2) multiply<T, 2>(sums, piece, to, zeros, lane);
+        else multiply<T, 1>(sums, piece, to, zeros, lane);
+        stream.release();
+        to += kChunk * 2;
+        if (to == x + Share::kKept * kChunk * 2) to = x;
       }
-      if (lane % 4 == 0) {
-        float* const row = rows + (at - first) * 16 + lane / 4;
-        row[0] = sums[0][0], row[8] = sums[0][2];
-        if (blocks_at(at, last) == 2) row[16] = sums[1][0], row[24] = sums[1][2];
-      }
+      const float sum = gather(sums, lane);
+      if (lane % 4 < 2 * blocks) rows[(at - first) * 16 + lane % 4 * 8 + lane / 4] = sum;
     }
-    if (has_norm) {
+    if (norm) {
 #pragma unroll
       for (int distance = 1; distance < kWarp; distance *= 2) squares += __shfl_xor_sync(~0u, squares, distance);
       if (lane == 0) s.squares[product / 2][warp] = squares;
     }
     __syncthreads();
-    const int count = (last - first) * 16;
-    if (warp * kWarp < count) finish(product, first * 16, warp * kWarp + lane, count, alpha, tag,
-                                  layer + 1 == model.layers);
+    if (warp * kWarp < count) {
+      const bool is_last = layer + 1 == model.layers;
+      finish(product, first * 16, row, warp * kWarp + lane < count, alpha / unit, bias, tag, is_last);
+    }
   }
 
   // Adds up the sums of the warps for a row.
-  __device__ __forceinline__ void finish(int product, int first, int row, int count, float alpha, uint32 tag,
+  __device__ __forceinline__ void finish(int product, int first, int row, bool has, float alpha, float bias, uint32 tag,
                                          bool is_last) {
-    const bool has = row < count, has_norm = product == kQkvProduct || product == kGateUp;
-    const int pitch = has_norm ? kWide : kOwn;
-    const float* at = (has_norm ? s.wide.rows[0] : s.rows[0]) + min(row, count - 1);
+    const bool norm = has_norm(product);
+    const int  pitch = norm ? Share::kWide : Share::kOwn;
+    const float* at = (norm ? s.wide.rows[0] : s.rows[0]) + row;
     float four[4] = {}, squares = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w, at += pitch) four[w % 4] += *at;
+    for (int i = 0; i < kWarps; ++i, at += pitch) four[i % 4] += *at;
     float y = ((four[0] + four[1]) + (four[2] + four[3])) * kWeightUnit * alpha;
-    if (has_norm) {
+    if (norm) {
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) squares += s.squares[product / 2][w];
-      y *= rsqrtf(squares * (1.0f / float(kHidden)) + model.eps);
+      for (int i = 0; i < kWarps; ++i) squares += s.squares[product / 2][i];
+      y = fmaf(y, rsqrtf(squares * (1.0f / float(C::kHidden)) + model.eps), bias);
     }
     const int n = first + row;
-    uint64* to;
-    int column = n;
+    uint64* to = words.qkv;
+    int  column = n;
     bool writes = has && n % 2 == 0;
     if (product == kGateUp) {
       const float up = __shfl_down_sync(~0u, y, 8);
       y = silu(y) * up;
       to = words.act, column = n / 16 * 8 + n % 8, writes = writes && n % 16 < 8;
-    } else if (product == kQkvProduct) {
-      to = words.qkv;
-    } else {
+    } else if (product != kQkvProduct) {
       to = product == kOProduct ? words.h2 : words.h;
       if (has) {
-        y = low<bf16>(to_pair<bf16>(y, 0.0f)) + s.own[row];
-        y = low<bf16>(to_pair<bf16>(y, 0.0f));
+        y = low<T>(to_pair<T>(y, 0.0f)) + s.own[row];
+        y = low<T>(to_pair<T>(y, 0.0f));
         s.own[row] = y;
       }
-      if (product == kDown) ++tag;
+      if (product == kDown) ++tag;  // of the next layer
     }
-    const uint32 pair = to_pair<bf16>(y, __shfl_down_sync(~0u, y, 1));
+    const uint32 pair = to_pair<T>(y, __shfl_down_sync(~0u, y, 1));
     if (writes) {
       ptx::st_word(to + word_of_column(column), pair, tag);
       if (product == kDown && is_last) *reinterpret_cast<uint32*>(out + n) = pair;
     }
   }
+};
 
-  // ---- attention
-  // The number of a page of this CTA's KV head, of keys or of values, in the caches of all layers.
+// ---- step/parts ------------------------------------------------------------
+// Attention in a step: kSplits CTAs share the pages of a KV head. Each rotates the head's queries; the one with the
+// newest page appends; each attends to its pages, and adds up a share of the outputs from the parts of all.
+struct Request {
+  uint8 *cache, *scales;
+  const float* kv_scales;  // of each layer, those of keys and of values; null: all 1
+  const int32* pages;
+  int64 num_pages;  // of the cache of a layer
+  int   tokens;     // with the new one
+  float scale;      // of logits, with log2(e)
+};
+
+template <class C> struct Part {  // of a softmax
+  alignas(16) float o[C::kGroup][attention::kHeadDim];
+  float reference[C::kGroup], sum[C::kGroup];
+};
+constexpr int kParts = 8, kPages = kParts / 4;  // four warps share a page
+constexpr int kKvBytes = attention::kPage * (attention::kRowBytes + attention::kScaleBytes);
+
+// Shared has two pages of keys and of values, their barrier, queries, cosines and sines, and parts in `wide`.
+template <class C, class Shared> struct Attention {
+  using T = typename C::T;
+  static constexpr int kLine = C::kGroup * attention::kHeadDim;  // outputs of a KV head
+  static constexpr int kMerged = kLine / C::kSplits;  // of a CTA
+  static constexpr int kPartWords = kLine + 2 * C::kGroup;
+  static_assert(kLine % C::kSplits == 0 && kMerged % kWarp == 0 && C::kSplits <= kWarp, "whole warps add up parts");
+  Shared& s;
+  const Words& words;
+  const Model<T>& model;
+  const Request request;
+  const int warp, lane;
+  const int head = int(blockIdx.x) / C::kSplits;
+  uint32 parity = 0;
+
+  // Whether this CTA has a KV head.
+  static __device__ __forceinline__ bool has_head() { return blockIdx.x < C::kKvHeads * C::kSplits; }
+
+  // The first page of this CTA, or of the one behind it.
+  __device__ __forceinline__ int first_page(int behind) const {
+    const int pages = (request.tokens + attention::kPage - 1) / attention::kPage;
+    return pages * (int(blockIdx.x) % C::kSplits + behind) / C::kSplits;
+  }
+  // The number of a page of this KV head, of keys or of values, in the caches of all layers.
   __device__ __forceinline__ int64 page_of(int layer, int side, int i) const {
     const int64 page = min(ptx::ld<uint32>(request.pages + i), uint32(request.num_pages - 1));
-    return ((2 * layer + side) * request.num_pages + page) * kKvHeads + blockIdx.x / kSplits;
+    return ((2 * layer + side) * request.num_pages + page) * C::kKvHeads + head;
   }
-  // Pages of this CTA, from number `from` on, into shared memory.
+  // Pages from number `from` on, before `last`, into shared memory.
   __device__ __forceinline__ void load_pages(int layer, int from, int last) {
     if (warp != 0 || from >= last) return;
     const int count = min(kPages, last - from);
@@ -1379,51 +1481,80 @@ struct Step {
       const int64 at = page_of(layer, lane % 2, from + lane / 2);
       uint8* const to = s.kv[lane / 2][lane % 2];
       constexpr int kCodes = attention::kPageBytes, kScales = kKvBytes - kCodes;
-      ptx::bulk_load_once(to, model.cache + at * kCodes, kCodes, &s.pages);
-      ptx::bulk_load_once(to + kCodes, model.scales + at * kScales, kScales, &s.pages);
+      ptx::bulk_load_once(to, request.cache + at * kCodes, kCodes, &s.pages);
+      ptx::bulk_load_once(to + kCodes, request.scales + at * kScales, kScales, &s.pages);
     }
   }
+  __device__ __forceinline__ float kv_scale(int layer, int side) const {
+    return request.kv_scales == nullptr ? 1.0f : ptx::ld_f32(request.kv_scales + 2 * layer + side);
+  }
 
-  // A thread rotates two dimensions of a query head, which become float16.
-  __device__ __forceinline__ void rotate_query(int i, uint32 tag) const {
+  // Dimensions n and n + 1 of a query (side 0) or of the key (1), normed, where the model does, and rotated. A warp has
+  // all dimensions of a head: these and the pair 64 further.
+  __device__ __forceinline__ uint32 turned(int layer, int side, const uint64* from, int n, uint32 tag) const {
     using namespace attention;
-    const int row = i / (kHeadDim / 2), n = i % (kHeadDim / 2) * 2;
-    const uint64* const from = words.qkv + (int(blockIdx.x) / kSplits * kGroup + row) * kChunkWords;
-    const uint32 pair = wait_word(from + word_of_column(n), tag);
-    const uint32 other = wait_word(from + word_of_column(n ^ 64), tag);
-    const uint32 y = rotate(pair, other, s.cos_sin, n % 64, n >= 64);
-    const uint32 z = to_pair<f16>(low<bf16>(y), high<bf16>(y));
+    uint32 w[2];
+    if constexpr (C::kHasHeadNorms) {
+      const T* const by = model.head_norms + (2 * layer + side) * kHeadDim;
+      w[0] = ptx::ld<uint32>(by + n), w[1] = ptx::ld<uint32>(by + (n ^ 64));
+    }
+    uint32 pairs[2] = {wait_word(from + word_of_column(n), tag), wait_word(from + word_of_column(n ^ 64), tag)};
+    if constexpr (C::kHasHeadNorms) {
+      __syncwarp();
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        squares = fmaf(low<T>(pairs[i]), low<T>(pairs[i]), squares);
+        squares = fmaf(high<T>(pairs[i]), high<T>(pairs[i]), squares);
+      }
+#pragma unroll
+      for (int distance = 1; distance < kWarp; distance *= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+      const float factor = Rstd{float(kHeadDim), 1.0f / float(kHeadDim), model.eps}(squares);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        pairs[i] = to_pair<T>(low<T>(pairs[i]) * factor * low<T>(w[i]), high<T>(pairs[i]) * factor * high<T>(w[i]));
+      }
+    }
+    return rotate<T>(pairs[0], pairs[1], s.cos_sin, n % 64, n >= 64);
+  }
+  // A thread: two dimensions of a query, which become float16.
+  __device__ __forceinline__ void put_query(int i, int layer, uint32 tag) const {
+    const int row = i / (attention::kHeadDim / 2), n = i % (attention::kHeadDim / 2) * 2;
+    const uint32 y = turned(layer, 0, words.qkv + (head * C::kGroup + row) * kChunkWords, n, tag);
+    const uint32 z = to_pair<f16>(low<T>(y), high<T>(y));
     uint16* const to = s.q[row] + n / 8 * 8 + n % 4 * 2 + n / 4 % 2;
     to[0] = uint16(z), to[2] = uint16(z >> 16);
   }
   // A thread: two dimensions of the key or the value of the new token, into the cache and into shared memory.
   __device__ __forceinline__ void append(int i, int layer, int page, uint32 tag) const {
     using namespace attention;
-    const int side = i / (kHeadDim / 2), n = i % (kHeadDim / 2) * 2, head = int(blockIdx.x) / kSplits;
-    const uint64* const from = words.qkv + (kHeads + side * kKvHeads + head) * kChunkWords;
-    uint32 pair = wait_word(from + word_of_column(n), tag);
-    if (side == 0) pair = rotate(pair, wait_word(from + word_of_column(n ^ 64), tag), s.cos_sin, n % 64, n >= 64);
-    float v[8] = {low<bf16>(pair), high<bf16>(pair)};
+    const int side = i / (kHeadDim / 2), n = i % (kHeadDim / 2) * 2;
+    const uint64* const from = words.qkv + (C::kHeads + side * C::kKvHeads + head) * kChunkWords;
+    const float  decode = kv_scale(layer, side);
+    const uint32 pair = side == 0 ? turned(layer, 1, from, n, tag) : wait_word(from + word_of_column(n), tag);
+    float v[8] = {low<T>(pair), high<T>(pair)};
     float amax = fmaxf(fabsf(v[0]), fabsf(v[1]));
     __syncwarp();
 #pragma unroll
     for (int distance = 1; distance < 8; distance *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
-    const uint8 b = encode_e4m3(amax * nvfp4_sixth(1.0f));
-    const float by = fminf(1.0f / decode_e4m3(b), kFltMax);
+    const uint8 b = encode_e4m3(amax * nvfp4_sixth(fminf(1.0f / decode, kFltMax)));
+    const float by = fminf(1.0f / (decode_e4m3(b) * decode), kFltMax);
     v[0] *= by, v[1] *= by;
     const uint8 codes = uint8(e2m1x8(v));
     const int   row = (request.tokens - 1) % kPage;
     const int64 to  = page_of(layer, side, (request.tokens - 1) / kPage);
-    (model.cache + to * kPageBytes)[row * kRowBytes + n / 2] = codes;
+    (request.cache + to * kPageBytes)[row * kRowBytes + n / 2] = codes;
     s.kv[page][side][row * kRowBytes + n / 2] = codes;
     if (n % 16 == 0) {
-      (model.scales + to * (kPage * kScaleBytes))[row * kScaleBytes + n / 16] = b;
-      s.kv[page][side][kPageBytes + row * kScaleBytes + n / 16] = b;
+      const int at = kInterleaved && side == 1 ? row / 4 * 4 * kScaleBytes + n / 16 * 4 + row % 4
+                                               : row * kScaleBytes + n / 16;
+      (request.scales + to * (kPage * kScaleBytes))[at] = b;
+      s.kv[page][side][kPageBytes + at] = b;
     }
     ptx::fence_proxy_async();
   }
 
-  __device__ __forceinline__ void put(attention::State& state, Part& part) const {
+  __device__ __forceinline__ void put(attention::State& state, Part<C>& part) const {
     using namespace attention;
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -1432,7 +1563,7 @@ struct Step {
 #pragma unroll
       for (int distance = 4; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
       const int row = 2 * t + i;
-      if (row >= kGroup) continue;
+      if (row >= C::kGroup) continue;
       if (g == 0) part.reference[row] = state.reference[i], part.sum[row] = sum;
 #pragma unroll
       for (int m = 0; m < kSteps; m += 2) {
@@ -1442,42 +1573,36 @@ struct Step {
     }
   }
 
-  // The first page of this CTA, or of the one behind it.
-  __device__ __forceinline__ int first_page(int behind) const {
-    const int pages = (request.tokens + attention::kPage - 1) / attention::kPage;
-    return pages * (int(blockIdx.x) % kSplits + behind) / kSplits;
-  }
-
-  __device__ __forceinline__ void attend(int layer, uint32 tag) {
+  __device__ __forceinline__ void run(int layer, uint32 tag) {
     using namespace attention;
     const int tokens = request.tokens, first = first_page(0), last = first_page(1);
     const int used = min(kParts, (last - first) * 4);  // warps
     const int thread = warp * kWarp + lane;
     if (last > first) {
       State state;
-      const Lane places;
-      const float scale[2] = {request.scale / kKeyUnit, request.scale / kKeyUnit};
-      for (int i = thread; i < kLine / 2; i += kThreads) rotate_query(i, tag);
+      const attention::Lane places;
+      const float factor = request.scale * kv_scale(layer, 0) / kKeyUnit, scale[2] = {factor, factor};
+      for (int i = thread; i < kLine / 2; i += kThreads) put_query(i, layer, tag);
 #pragma unroll 1
       for (int from = first; from < last; from += kPages) {
         const int newest = (tokens - 1) / kPage - from;
-        ptx::mbarrier_wait(&s.pages, page_parity);
-        page_parity ^= 1;
+        ptx::mbarrier_wait(&s.pages, parity);
+        parity ^= 1;
         const bool here = newest >= 0 && newest < min(kPages, last - from);
         if (here && warp >= 8 && warp < 12) append(thread - 8 * kWarp, layer, newest, tag);
         __syncthreads();
         if (warp < used && from + warp / 4 < last) {
           Queries q;
-          const uint32 at = ptx::shared_address(s.q[min(lane / 4, kGroup - 1)]) + lane % 4 * 64;
+          const uint32 at = ptx::shared_address(s.q[min(lane / 4, C::kGroup - 1)]) + lane % 4 * 64;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const uint4 v = ptx::ld_shared(at + i * 16);
             q.words[0][2 * i][0] = v.x, q.words[0][2 * i][1] = v.y;
             q.words[0][2 * i + 1][0] = v.z, q.words[0][2 * i + 1][1] = v.w;
           }
-          const int begin = warp % 4 * 16, token = (from + warp / 4) * kPage + begin + lane / 4;
-          state.attend(s.kv[warp / 4][0], s.kv[warp / 4][1], begin, places, q, scale, token < tokens,
-                       token + 8 < tokens);
+          const int begin = warp % 4 * 16;
+          state.attend(s.kv[warp / 4][0], s.kv[warp / 4][1], begin, places, q, scale,
+                       tokens - (from + warp / 4) * kPage - begin, lane);
         }
         if (from + kPages < last) {
           __syncthreads();
@@ -1503,60 +1628,84 @@ struct Step {
       ptx::st_word(parts + i, __float_as_uint(o), tag);
       if (dim == 0) {
         ptx::st_word(parts + kLine + row, __float_as_uint(top), tag);
-        ptx::st_word(parts + kLine + kGroup + row, __float_as_uint(sum), tag);
+        ptx::st_word(parts + kLine + C::kGroup + row, __float_as_uint(sum), tag);
       }
     }
-    if (warp * kWarp < kMerged) merge(tag);
+    if (warp * kWarp < kMerged) merge(layer, tag);
   }
 
   // A warp: 32 outputs of this CTA's KV head, from the parts of all CTAs that share it.
-  __device__ __forceinline__ void merge(uint32 tag) const {
+  __device__ __forceinline__ void merge(int layer, uint32 tag) const {
     using namespace attention;
-    const int head = int(blockIdx.x) / kSplits, i = int(blockIdx.x) % kSplits * kMerged + warp * kWarp + lane;
-    const int row = i / kHeadDim;
-    const uint64* const from = words.parts + head * kSplits * kPartWords;
-    const uint64* const sums = from + min(lane, kSplits - 1) * kPartWords + kLine + row;
-    uint64 o[kSplits], reference, sum;
-    bool all;
+    const int i = int(blockIdx.x) % C::kSplits * kMerged + warp * kWarp + lane, row = i / kHeadDim;
+    const float decode = kv_scale(layer, 1);
+    const uint64* const from = words.parts + head * C::kSplits * kPartWords;
+    const uint64* const sums = from + min(lane, C::kSplits - 1) * kPartWords + kLine + row;
+    uint64 o[C::kSplits], reference, sum;
+    bool   all;
     uint32 polls = 0;
     do {
-      reference = ptx::ld_word(sums), sum = ptx::ld_word(sums + kGroup);
+      reference = ptx::ld_word(sums), sum = ptx::ld_word(sums + C::kGroup);
 #pragma unroll
-      for (int j = 0; j < kSplits; ++j) o[j] = ptx::ld_word(from + j * kPartWords + i);
+      for (int j = 0; j < C::kSplits; ++j) o[j] = ptx::ld_word(from + j * kPartWords + i);
       all = tagged(reference, tag) && tagged(sum, tag);
 #pragma unroll
-      for (int j = 0; j < kSplits; ++j) all = all && tagged(o[j], tag);
+      for (int j = 0; j < C::kSplits; ++j) all = all && tagged(o[j], tag);
       if (++polls == kMostPolls) ptx::trap();
     } while (!__all_sync(~0u, all));
     float top = __uint_as_float(uint32(reference));
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
     const float factor = ptx::ex2_approx(__uint_as_float(uint32(reference)) - top);
-    float part = lane < kSplits ? factor * __uint_as_float(uint32(sum)) : 0.0f, y = 0.0f;
+    float part = lane < C::kSplits ? factor * __uint_as_float(uint32(sum)) : 0.0f, y = 0.0f;
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) part += __shfl_xor_sync(~0u, part, distance);
 #pragma unroll
-    for (int j = 0; j < kSplits; ++j) y = fmaf(__shfl_sync(~0u, factor, j), __uint_as_float(uint32(o[j])), y);
-    y *= 1.0f / (kValueUnit * part);
+    for (int j = 0; j < C::kSplits; ++j) y = fmaf(__shfl_sync(~0u, factor, j), __uint_as_float(uint32(o[j])), y);
+    y *= decode / (kValueUnit * part);
     const float next = __shfl_down_sync(~0u, y, 1);
-    if (lane % 2 == 0) ptx::st_word(words.att + word_of_column(head * kLine + i), to_pair<bf16>(y, next), tag);
+    if (lane % 2 == 0) ptx::st_word(words.att + word_of_column(head * kLine + i), to_pair<T>(y, next), tag);
   }
-
 };
 
 // ---- kernel ----------------------------------------------------------------
+union Wide {  // sums of the warps, of products with many rows; or parts of a softmax
+  float rows[kWarps][Shares<Config>::kWide];
+  Part<Config> parts[kParts];
+};
+struct Shared {
+  alignas(128) uint8 ring[kWarps][Config::kDepth][kPieceBytes];
+  alignas(128) uint8 kv[kPages][2][kKvBytes];
+  alignas(16) uint8 x[kWarps][Shares<Config>::kKept][kChunk * 2];
+  uint4 zeros;
+  alignas(16) uint16 q[Config::kGroup][attention::kHeadDim];
+  Wide  wide;
+  float rows[kWarps][Shares<Config>::kOwn];
+  float squares[2][kWarps];
+  float own[Shares<Config>::kOwn];
+  alignas(16) float cos_sin[attention::kHeadDim];
+  uint32 plan[38];
+  int    pieces;
+  Barrier full[kWarps][Config::kDepth], pages;
+};
+static_assert(sizeof(Shared) == 232320, "the launch counts on it");
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) step_decode(
-    const bf16* __restrict__ x,             // [1, hidden]
+    const T* __restrict__ x,                // [1, hidden]
     const uint8* __restrict__ weights,      // [layers, bytes]: tiles of qkv, o, gate and up, down
-    const bf16* __restrict__ norms,         // [layers, 2, hidden]
-    const float* __restrict__ alphas,       // [layers, 4]
+    const T* __restrict__ norms,            // [layers, 2, hidden]
+    const T* __restrict__ head_norms,       // [layers, 2, 128]: of queries and of keys; null
+    const T* __restrict__ biases,           // [layers, rows of qkv]; null
+    const float* __restrict__ alphas,       // [layers, 7]: of q, k, v, o, gate, up, down
     uint8* __restrict__ cache,              // [layers, 2, num_pages, kv_heads, 64, 64]
     uint8* __restrict__ cache_sf,           // [layers, 2, num_pages, kv_heads, 64, 8]
+    const float* __restrict__ kv_scales,    // [layers, 2]; null: 1
     const int32* __restrict__ block_table,  // [table_pages]
     const int32* __restrict__ seq_len,      // [1], with the new token
+    const int32* __restrict__ positions,    // [1]: the row of cos_sin; null: that of the last token
     const float* __restrict__ cos_sin,      // [max_position, 128]
     uint64* __restrict__ state,             // words of the CTAs; zeros before the first launch
-    bf16* __restrict__ out,                 // [1, hidden]
+    T* __restrict__ out,                    // [1, hidden]
     int64 layers,
     int64 num_pages,
     int64 table_pages,
@@ -1569,38 +1718,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) step_decode(
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
   if (lane == 0) {
-    for (int i = 0; i < kDepth; ++i) ptx::mbarrier_init(&s.full[warp][i], 1);
-    if (warp == 0) ptx::mbarrier_init(&s.pages, 1);
+    for (int i = 0; i < Config::kDepth; ++i) ptx::mbarrier_init(&s.full[warp][i], 1);
+    if (warp == 0) ptx::mbarrier_init(&s.pages, 1), s.zeros = {};
     ptx::fence_mbarrier_init();
-    s.plan[warp][kMaxPieces - 1] = plan_pieces(s.plan[warp], warp);
+    if (warp == 0) s.pieces = Shares<Config>::plan(s.plan);
   }
-  if (thread <= kProducts) s.places[thread] = place_of(thread);
   __syncthreads();
-  const Model model = {weights, norms, alphas, cache, cache_sf, int(layers), eps};
+  Stream<Config> stream = {weights, s.plan, s.pieces, int(layers), warp, s.ring[warp], s.full[warp]};
+  stream.start();
+  if constexpr (kHasPdl) ptx::griddep_wait();
   Words words;
   uint32* const tags = reinterpret_cast<uint32*>(state);  // the last one of earlier launches
-  words.h = state + kTagWords, words.qkv = words.h + kHidden / 2, words.att = words.qkv + kQkv / 2;
-  words.h2 = words.att + kQ / 2, words.act = words.h2 + kHidden / 2, words.parts = words.act + kInter / 2;
-  const Request request = {block_table, num_pages, 0, scale};
-  Step step = {s, words, warp, lane, model, out, request, int(s.plan[warp][kMaxPieces - 1])};
-#pragma unroll 1
-  for (; step.stage < kDepth && step.pieces > 0; ++step.stage) step.refill();
-  step.stage = 0;
-  if constexpr (kHasPdl) ptx::griddep_wait();
-  const int tokens = int32(ptx::ld<uint32>(seq_len));
-  step.request.tokens = max(1, min(tokens, int(table_pages) * attention::kPage));
-  step.load_pages(0, step.first_page(0), step.first_page(1));
+  words.h = state + 8, words.qkv = words.h + Config::kHidden / 2;
+  words.att = words.qkv + Config::kQkv / 2, words.h2 = words.att + Config::kQ / 2;
+  words.act = words.h2 + Config::kHidden / 2, words.parts = words.act + Config::kInter / 2;
+  const Model<T> model = {norms, head_norms, biases, alphas, int(layers), eps};
+  const int tokens = max(1, min(int32(ptx::ld<uint32>(seq_len)), int(table_pages) * attention::kPage));
+  Products<Config, Shared> products = {s, words, model, out, warp, lane};
+  Attention<Config, Shared> attends = {
+      s, words, model, {cache, cache_sf, kv_scales, block_table, num_pages, tokens, scale}, warp, lane};
+  if (attends.has_head()) attends.load_pages(0, attends.first_page(0), attends.first_page(1));
   const uint32 before = ptx::ld_relaxed(tags);
-  const int first = first_block(kDown, blockIdx.x) * 16, last = first_block(kDown, blockIdx.x + 1) * 16;
+  const int first = Shares<Config>::first_block(kDown, blockIdx.x) * 16;
+  const int last = Shares<Config>::first_block(kDown, blockIdx.x + 1) * 16;
   for (int i = thread; i < (last - first) / 2; i += kThreads) {
     const uint32 pair = ptx::ld<uint32>(x + first + 2 * i);
-    s.own[2 * i] = low<bf16>(pair), s.own[2 * i + 1] = high<bf16>(pair);
+    s.own[2 * i] = low<T>(pair), s.own[2 * i + 1] = high<T>(pair);
     ptx::st_word(words.h + word_of_column(first + 2 * i), pair, before + 1);
   }
-  const int64 position = step.request.tokens - 1;
+  const int64 position = positions == nullptr ? tokens - 1 : int32(ptx::ld<uint32>(positions));
   for (int i = thread; i < attention::kHeadDim; i += kThreads) {
-    s.cos_sin[i] = position < max_position ? ptx::ld_f32(cos_sin + position * attention::kHeadDim + i)
-                                           : __uint_as_float(0x7FFFFFFFu);
+    s.cos_sin[i] = uint64(position) < uint64(max_position) ? ptx::ld_f32(cos_sin + position * attention::kHeadDim + i)
+                                                           : __uint_as_float(0x7FFFFFFFu);
   }
   __syncthreads();
 #pragma unroll 1
@@ -1608,8 +1757,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) step_decode(
     const uint32 tag = before + 1 + layer;
 #pragma unroll 1
     for (int product = 0; product < kProducts; ++product) {
-      if (product == kOProduct) step.attend(layer, tag);
-      step.product(product, layer, tag);
+      if (product == kOProduct && attends.has_head()) attends.run(layer, tag);
+      products.run(stream, product, layer, tag);
     }
   }
   if constexpr (kHasPdl) ptx::griddep_launch();
