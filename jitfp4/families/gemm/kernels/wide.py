@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jitfp4.arch import Arch, names_with, shared_bytes_with
+from jitfp4.arch import CTA_RESERVE, Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm.arguments import Arguments
 from jitfp4.families.gemm.problem import Fp4Problem, Problem
@@ -17,7 +17,7 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-TILE_MS = (32, 64, 128, 256)
+TILE_MS = (16, 32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 24
@@ -40,6 +40,7 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
+    ctas: int = 1
 
 
 # rows of x, groups, depth, splits
@@ -74,8 +75,8 @@ class WideSpec(KernelSpec):
     """A CTA takes tiles of ``tile_m`` rows of x by 64 * ``groups`` rows of the weight.
 
     ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster share the columns of a tile.
-    Alternatively, ``cluster`` CTAs of a cluster share rows of x, and the last tiles may be ``divided`` among all
-    clusters. Tiles follow each other in bands of ``band`` along the rows of x.
+    ``cluster`` CTAs of a cluster share rows of x. Where columns are not shared, the last tiles may be ``divided`` among
+    all clusters. Tiles follow each other in bands of ``band`` along the rows of x. ``ctas`` CTAs fit on an SM.
     """
 
     dtype: DType
@@ -88,20 +89,25 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
+    ctas: int
 
     packed = False  # the weight is prepared
     gated = False
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
-            ("tile_m", "depth", "cluster", "groups", "split"),
-            (TILE_MS, (1, 2, 4), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            ("tile_m", "depth", "cluster", "groups", "split", "ctas"),
+            (TILE_MS, (1, 2, 4), (1, 2, 4), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1), (1, 2)),
             strict=True,
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
-        if self.sharers > 1 and (self.cluster > 1 or self.divided):
-            raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
+        if self.sharers > 1 and (self.divided or (self.cluster > 1 and not self.whole)):
+            allowed = f"1, with a depth of 1, where divided, or more than {_SHORT} rows and cluster, are used"
+            raise ArgumentError("split", self.split, allowed)
+        if self.split * self.cluster > _MAX_CLUSTER or self.cluster * _LEAST_PART > self.tile_m:
+            allowed = f"at most {_MAX_CLUSTER // self.split}, and {_LEAST_PART} rows of x for each"
+            raise ArgumentError("cluster", self.cluster, allowed)
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
@@ -135,15 +141,15 @@ class WideSpec(KernelSpec):
 
     @property
     def whole(self) -> bool:
-        """Whether x is copied in whole steps, where short products leave little time for barriers."""
-        return self.depth == 1 and self.tile_m <= _SHORT and not self.packed
+        """Whether a slot has a whole step, where short products leave little time for barriers."""
+        return self.tile_m <= _SHORT and not self.packed
 
     @property
     def slots(self) -> int:
-        """Half steps of x in flight: as many as fit in shared memory."""
-        own = 2 if self.whole else self.depth  # each warpgroup of a group has its own
-        counts = range(max(2, own), _MOST_SLOTS + 1, own)
-        return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
+        """Half steps of x in flight, or whole ones: as many as fit in shared memory."""
+        counts = range(max(2, self.depth), _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has its own
+        room = (_SHARED_BYTES + CTA_RESERVE) // self.ctas - CTA_RESERVE
+        return max(slots for slots in counts if self._bytes(slots) <= room)
 
     @property
     def weight_slots(self) -> int:
@@ -170,18 +176,19 @@ class WideSpec(KernelSpec):
         return self.words_bytes + ctas * self._sums if self.divided else 0
 
     def _weight_slots(self, slots: int) -> int:
-        return slots // 2 + max(1, self.depth // 2)
+        return slots if self.whole else slots // 2 + max(1, self.depth // 2)
 
     @property
     def _slot(self) -> int:
-        return self.tile_m * _HALF_ROW_BYTES
+        return self.tile_m * _HALF_ROW_BYTES * (2 if self.whole else 1)
 
     @property
     def _sums(self) -> int:
         return 4 * self.teams * TILE_ROWS * self.tile_m
 
     def _bytes(self, slots: int) -> int:
-        weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
+        barriers = 0 if self.whole else _BARRIERS
+        weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + barriers)
         out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
@@ -210,8 +217,9 @@ def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> st
         return f"its products are instructions of {names_with('has_wgmma')}"
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
-    if tactic.split * max(1, tactic.depth // 2) > ceil_div(problem.k, TILE_COLS):
-        return f"each CTA of a cluster needs a step of {TILE_COLS} columns, and two with a depth of 4"
+    turns = tactic.depth if tactic.tile_m <= _SHORT and isinstance(problem, Problem) else max(1, tactic.depth // 2)
+    if tactic.split * turns > ceil_div(problem.k, TILE_COLS):
+        return f"each CTA of a cluster needs {turns} steps of {TILE_COLS} columns"
     return None
 
 
@@ -226,7 +234,7 @@ def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometr
     rows = TILE_ROWS * spec.groups * spec.cluster
     clusters = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, rows)
     if spec.sharers == 1:
-        most = arch.num_sms // spec.cluster
+        most = spec.ctas * arch.num_sms // spec.cluster
         steps = clusters * ceil_div(problem.k, TILE_COLS)
         clusters = min(most, steps if spec.divided else clusters)
     grid, cluster = (clusters * width, 1, 1), (width, 1, 1)
