@@ -41,6 +41,7 @@ class WideTactic:
     divided: bool = False
     band: int = 4
     ctas: int = 1
+    common: bool = False
 
 
 # rows of x, groups, depth, splits
@@ -77,6 +78,7 @@ class WideSpec(KernelSpec):
     ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster share the columns of a tile.
     ``cluster`` CTAs of a cluster share rows of x. Where columns are not shared, the last tiles may be ``divided`` among
     all clusters. Tiles follow each other in bands of ``band`` along the rows of x. ``ctas`` CTAs fit on an SM.
+    With ``common``, the last groups of two CTAs have the same rows of the weight, and take the steps in turn.
     """
 
     dtype: DType
@@ -90,6 +92,7 @@ class WideSpec(KernelSpec):
     divided: bool
     band: int
     ctas: int
+    common: bool
 
     packed = False  # the weight is prepared
     gated = False
@@ -108,6 +111,9 @@ class WideSpec(KernelSpec):
         if self.split * self.cluster > _MAX_CLUSTER or self.cluster * _LEAST_PART > self.tile_m:
             allowed = f"at most {_MAX_CLUSTER // self.split}, and {_LEAST_PART} rows of x for each"
             raise ArgumentError("cluster", self.cluster, allowed)
+        if self.common and not (self.whole and self.cluster == 2 and self.groups > 1 and self.sharers == 1):
+            allowed = f"False, but for clusters of two, several groups, at most {_SHORT} rows and a split of 1"
+            raise ArgumentError("common", self.common, allowed)
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
@@ -147,7 +153,8 @@ class WideSpec(KernelSpec):
     @property
     def slots(self) -> int:
         """Half steps of x in flight, or whole ones: as many as fit in shared memory."""
-        counts = range(max(2, self.depth), _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has its own
+        turns = 2 if self.common else self.depth  # each warpgroup with the same rows has its own
+        counts = range(max(2, turns), _MOST_SLOTS + 1, turns)
         room = (_SHARED_BYTES + CTA_RESERVE) // self.ctas - CTA_RESERVE
         return max(slots for slots in counts if self._bytes(slots) <= room)
 
@@ -190,7 +197,8 @@ class WideSpec(KernelSpec):
         barriers = 0 if self.whole else _BARRIERS
         weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + barriers)
         out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
-        return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
+        exchanged = 4 * TILE_ROWS * self.tile_m + _BARRIERS if self.common else 0
+        return round_up(slots * (self._slot + _BARRIERS) + weights + out + exchanged, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +226,7 @@ def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> st
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
     turns = tactic.depth if tactic.tile_m <= _SHORT and isinstance(problem, Problem) else max(1, tactic.depth // 2)
+    turns = 2 if tactic.common else turns
     if tactic.split * turns > ceil_div(problem.k, TILE_COLS):
         return f"each CTA of a cluster needs {turns} steps of {TILE_COLS} columns"
     return None
@@ -231,7 +240,7 @@ def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
 def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometry:
     """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
     width = spec.cluster * spec.split
-    rows = TILE_ROWS * spec.groups * spec.cluster
+    rows = TILE_ROWS * ((spec.groups - spec.common) * spec.cluster + spec.common)
     clusters = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, rows)
     if spec.sharers == 1:
         most = spec.ctas * arch.num_sms // spec.cluster
