@@ -13,8 +13,8 @@ A case is a graph of calls on copies of the weight, more than an L2 holds, in tu
 activations; the time is the median of 7 replays. Calls follow each other by programmatic dependent launch, like layers
 of a model. ``of_read`` is the time of a kernel that only reads the same bytes, divided by the time of the call. Peers,
 the best FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19,
-triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch, which they do
-not have.
+triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol and their defaults: without dependent
+launch, which of them only humming has, if it is asked for.
 """
 
 from __future__ import annotations
