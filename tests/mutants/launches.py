@@ -138,6 +138,9 @@ KERNELS: dict[str, Launch] = {
     "gemm, wide split": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 1, 2, 2), 40, 64, 1536), HOPPER),
     "gemm, wide divided": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 2, divided=True), 70, 136, 416), HOPPER),
     "gemm, wide cluster": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 2, cluster=2), 70, 136, 416), HOPPER),
+    "gemm, wide common": Launch(
+        "gemm_wide", lambda: gemm.wide(WideTactic(32, 2, cluster=2, common=True), 20, 200, 544), HOPPER
+    ),
     "gemm, narrow residual": Launch(
         "gemm_narrow", lambda: gemm.narrow(NarrowTactic(8, 2, 2, 2, 2, 1, x_stages=4), 5, 72, 1056, gemm.residual)
     ),
