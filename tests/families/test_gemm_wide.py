@@ -43,6 +43,7 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(32, 2, 2, 2, 2), 29, 264, 672, MXFP4, F16, BF16),
     (WideTactic(32, 2, divided=True), 40, 264, 416, NVFP4, BF16, F16),
     (WideTactic(16, 1, 2, ctas=2), 12, 72, 416, NVFP4, BF16, BF16),
+    (WideTactic(32, 2, cluster=2, common=True), 40, 200, 544, MXFP4, BF16, F16),
 )
 
 
@@ -69,6 +70,7 @@ RACED = (
     WideTactic(64, 1, 4, 2),
     WideTactic(32, 1, 2, 2, cluster=2),
     WideTactic(16, 1, 2, ctas=2),
+    WideTactic(32, 2, cluster=2, common=True),
     WideTactic(256, 2, divided=True),
 )
 
@@ -144,6 +146,7 @@ def test_why_a_tactic_is_rejected() -> None:
         ("cluster", WideTactic(16, 2, cluster=4)),
         ("cluster", WideTactic(64, 2, split=4, cluster=4)),
         ("ctas", WideTactic(64, 2, ctas=3)),
+        ("common", WideTactic(64, 2, common=True)),
         ("split", WideTactic(64, 2, split=9)),
         ("split", WideTactic(64, 2, split=2, divided=True)),
         ("split", WideTactic(128, 1, depth=2, cluster=2)),
