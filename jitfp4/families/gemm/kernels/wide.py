@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -46,29 +47,44 @@ class WideTactic:
 
 # rows of x, groups, depth, splits
 _CUTS = (
-    (32, 1, 2, (1, 2)),
-    (32, 2, 2, (1, 2)),
-    (32, 1, 4, (1, 2)),
-    (32, 4, 1, (1,)),
-    (64, 1, 2, (1, 2, 3, 4)),
-    (64, 1, 4, (1, 2)),
-    (64, 2, 1, (2, 4)),
-    (64, 2, 2, (1, 2, 3, 4)),
-    (64, 3, 1, (1, 2, 3, 4)),
-    (64, 4, 1, (1, 2, 4)),
     (128, 1, 2, (1, 2, 3, 4)),
     (128, 2, 1, (1, 2, 3, 4)),
     (128, 3, 1, (1, 2, 3, 4)),
     (256, 1, 2, (1, 2)),
     (256, 2, 1, (1, 2)),
 )
+# for up to 64 rows of x: groups, depth, splits, clusters, CTAs of an SM
+_SHORT_CUTS = (
+    (1, 2, (1, 2, 3, 4), (1, 2), (1, 2)),
+    (1, 4, (1, 2, 4), (1, 2, 4), (1,)),
+    (2, 2, (1, 2), (1, 2), (1,)),
+    (2, 1, (1, 2, 3), (1, 2), (2,)),
+    (3, 1, (2,), (1,), (1,)),
+    (4, 1, (1,), (1, 2), (1,)),
+)
 _whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _CUTS for split in splits)
 _divided = (
     WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
-    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
+    for tile_m, groups in ((128, 2), (128, 3), (256, 2))
     for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
 )
-TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided)
+LONG: tuple[WideTactic, ...] = (*_whole, *_divided)
+_short = (
+    WideTactic(tile_m, groups, depth, split, cluster, ctas=ctas)
+    for tile_m in (16, 32, 64)
+    for groups, depth, *others in _SHORT_CUTS
+    for split, cluster, ctas in product(*others)
+    if cluster * _LEAST_PART <= tile_m and split * cluster <= _MAX_CLUSTER
+)
+_few_tiles = (
+    tactic
+    for tile_m in (16, 32, 64)
+    for tactic in (
+        WideTactic(tile_m, 4, divided=True),
+        *(WideTactic(tile_m, groups, cluster=2, common=True) for groups in (2, 3, 4)),
+    )
+)
+TACTICS: tuple[WideTactic, ...] = (*_short, *_few_tiles, *LONG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +122,14 @@ class WideSpec(KernelSpec):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
         if self.sharers > 1 and (self.divided or (self.cluster > 1 and not self.whole)):
-            allowed = f"1, with a depth of 1, where divided, or more than {_SHORT} rows and cluster, are used"
-            raise ArgumentError("split", self.split, allowed)
+            wanted = f"1, with a depth of 1, where divided, or more than {_SHORT} rows and cluster, are used"
+            raise ArgumentError("split", self.split, wanted)
         if self.split * self.cluster > _MAX_CLUSTER or self.cluster * _LEAST_PART > self.tile_m:
-            allowed = f"at most {_MAX_CLUSTER // self.split}, and {_LEAST_PART} rows of x for each"
-            raise ArgumentError("cluster", self.cluster, allowed)
+            wanted = f"at most {_MAX_CLUSTER // self.split}, and {_LEAST_PART} rows of x for each"
+            raise ArgumentError("cluster", self.cluster, wanted)
         if self.common and not (self.whole and self.cluster == 2 and self.groups > 1 and self.sharers == 1):
-            allowed = f"False, but for clusters of two, several groups, at most {_SHORT} rows and a split of 1"
-            raise ArgumentError("common", self.common, allowed)
+            wanted = f"False, but for clusters of two, several groups, at most {_SHORT} rows and a split of 1"
+            raise ArgumentError("common", self.common, wanted)
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
