@@ -1,5 +1,5 @@
 // gemm_wide, generated from templates/gemm/wide.cu.j2
-// spec: {"band":4,"cluster":1,"common":false,"ctas":1,"depth":4,"divided":false,"dtype":"bf16","format":"nvfp4","gated":false,"groups":1,"out_dtype":"bf16","split":1,"tile_m":32}
+// spec: {"band":4,"cluster":1,"common":false,"ctas":1,"depth":2,"divided":false,"dtype":"bf16","format":"nvfp4","gated":false,"groups":1,"out_dtype":"bf16","split":3,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
@@ -1082,13 +1082,13 @@ using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
 constexpr int kTileM       = 32;
 constexpr int kGroups      = 1;  // of 64 rows of the weight
-constexpr int kDepth       = 4;  // warpgroups of a group
+constexpr int kDepth       = 2;  // warpgroups of a group
 constexpr int kCluster     = 1;
-constexpr int kSplit       = 1;
+constexpr int kSplit       = 3;
 constexpr bool kCommon     = false;
 constexpr bool kDivided    = false;
-constexpr int kSlots       = 16;
-constexpr int kWeightSlots = 16;
+constexpr int kSlots       = 18;
+constexpr int kWeightSlots = 18;
 constexpr bool kGated      = false;  // rows of the weight are gates and ups
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
 constexpr bool kWhole      = true;  // a slot has a whole step
@@ -1131,7 +1131,7 @@ struct alignas(1024) Shared : ResultParts<kSharers == 1> {  // the 128-byte swiz
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots];
 };
-static_assert(sizeof(Shared) == 205824, "the launch counts on it");
+static_assert(sizeof(Shared) == 231424, "the launch counts on it");
 static_assert(kSlots % (kCommon ? 2 : kDepth) == 0, "a warpgroup has slots of its own");
 static_assert(kSharers == 1 || (!kDivided && kTeams * kTeamSums <= sizeof(Shared::x)), "room for sums");
 
