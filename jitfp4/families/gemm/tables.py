@@ -155,5 +155,5 @@ def _plain(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
         for load in more:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
-        for n, k in ((8, 32), (57344, 128), (7168, 2048), (4096, 16384), (8192, 16384)):  # too few columns for clusters; few; many
+        for n, k in ((8, 32), (57344, 128), (7168, 2048), (4096, 16384), (8192, 16384)):  # too few columns; few; many
             yield Problem(dtype, dtype, block_format, m=m, n=n, k=k)
