@@ -84,7 +84,7 @@ HOPPER: Table[Any] = Table(
             (WideTactic(64, 1, 2), {"tiles_per_sm": 1.0, "k": 8192}),
             (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
-            (WideTactic(64, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(64, 3, cluster=2, common=True), {"tiles_per_sm": 2.5}),
             (WideTactic(64, 4), {}),
             m=64,
         ),
