@@ -13,14 +13,15 @@ A case is a graph of calls on copies of the weight, more than an L2 holds, in tu
 activations; the time is the median of 7 replays. Calls follow each other by programmatic dependent launch, like layers
 of a model. ``of_read`` is the time of a kernel that only reads the same bytes, divided by the time of the call. Peers,
 the best FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19,
-triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch, which they do
-not have.
+triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol and their defaults: without dependent
+launch, which of them only humming has, if it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import tempfile
 import time
@@ -41,6 +42,7 @@ from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.kernels.narrow import KERNEL as NARROW
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.wide import KERNEL as WIDE
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import Problem
@@ -221,7 +223,7 @@ def search(
     """The tactics of a kernel for every layer, until the time is over; a case is measured whole."""
     cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in rows]
     tactics = {
-        case: [tactic for tactic in kernel.candidates(case, arch) if is_searched(case, tactic)] for case in cases
+        case: [tactic for tactic in kernel.candidates(case, arch) if is_searched(case, tactic, arch)] for case in cases
     }
     specs = {kernel.specialise(case, tactic) for case in cases for tactic in tactics[case]}
     with ThreadPoolExecutor() as pool:
@@ -238,11 +240,15 @@ def search(
                 yield {"n": n, "k": k, "m": case.m, **asdict(tactic), "us": round(us, 2)}
 
 
-def is_searched(problem: Problem, tactic: Any) -> bool:
-    """Whether a tactic is searched: it reads the weight once for few rows, and its clusters run at the same time."""
+def is_searched(problem: Problem, tactic: Any, arch: Arch) -> bool:
+    """Whether a tactic is searched: it reads the weight once for few rows, its clusters run at the same time, and they
+    are enough for half of the GPU.
+    """
     if isinstance(tactic, WideTactic):
-        return True
-    crowded = isinstance(tactic, NarrowTactic) and tactic.split > 1 and tactic.split * problem.n > _MOST_SHARED_ROWS
+        ctas = math.prod(WIDE.geometry(problem, tactic, arch).grid)
+        is_one_wave = tactic.split * tactic.depth == 1 or ctas <= tactic.ctas * arch.num_sms
+        return tactic.tile_m > ROWS[-1] or (tactic.tile_m >= problem.m and is_one_wave and 2 * ctas > arch.num_sms)
+    crowded = tactic.split > 1 and tactic.split * problem.n > _MOST_SHARED_ROWS
     return bool(tactic.tile_m >= problem.m and not crowded)
 
 

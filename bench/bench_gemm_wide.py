@@ -29,7 +29,7 @@ from jitfp4.families.gemm.problem import Problem
 from jitfp4.formats import NVFP4, DType
 
 ROWS = (64, 128, 256, 512, 2048, 8192)
-SEARCHED_ROWS = (24, 32, 64, 128, 256, 512, 2048)
+SEARCHED_ROWS = (16, 32, 64, 128, 256, 512, 2048)
 REPLAYS = 7
 PAUSE_S = 0.1
 

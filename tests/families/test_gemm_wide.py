@@ -32,16 +32,18 @@ def problem(m: int, n: int, k: int) -> Problem:
 CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(64, 1, 2), 40, 72, 416, NVFP4, BF16, BF16),
     (WideTactic(64, 4, split=2), 60, 264, 416, MXFP4, BF16, BF16),
-    (WideTactic(64, 2, 2, 4), 64, 136, 672, NVFP4, F16, F16),
+    (WideTactic(64, 2, 2, 4), 64, 136, 1056, NVFP4, F16, F16),
     (WideTactic(64, 1, 4), 33, 72, 416, NVFP4, BF16, BF16),  # steps and warpgroups that do not come out even
-    (WideTactic(64, 1, 4, 2), 64, 72, 672, MXFP4, F16, F16),
+    (WideTactic(64, 1, 4, 2), 64, 72, 1056, MXFP4, F16, F16),
     (WideTactic(32, 1, 4), 20, 72, 416, MXFP4, BF16, F16),
     (WideTactic(64, 3), 40, 72, 160, MXFP4, BF16, BF16),
     (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, F16, BF16),
     (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, BF16, F16),
     (WideTactic(256, 2), 200, 136, 160, MXFP4, F16, F16),
-    (WideTactic(32, 2, 2, 4), 29, 136, 672, MXFP4, F16, BF16),
+    (WideTactic(32, 2, 2, 2, 2), 29, 264, 672, MXFP4, F16, BF16),
     (WideTactic(32, 2, divided=True), 40, 264, 416, NVFP4, BF16, F16),
+    (WideTactic(16, 1, 2, ctas=2), 12, 72, 416, NVFP4, BF16, BF16),
+    (WideTactic(32, 2, cluster=2, common=True), 40, 200, 544, MXFP4, BF16, F16),
 )
 
 
@@ -66,7 +68,9 @@ RACED = (
     WideTactic(64, 2, divided=True),
     WideTactic(64, 2, cluster=2),
     WideTactic(64, 1, 4, 2),
-    WideTactic(32, 1, 2, 2),
+    WideTactic(32, 1, 2, 2, cluster=2),
+    WideTactic(16, 1, 2, ctas=2),
+    WideTactic(32, 2, cluster=2, common=True),
     WideTactic(256, 2, divided=True),
 )
 
@@ -75,7 +79,8 @@ RACED = (
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_without_a_race(tactic: WideTactic, arch: str) -> None:
     with sim.device(arch, races=True), MM_BF16_FP4.forced(tactic):
-        assert_product(max(70, tactic.tile_m // 2 + 6), 136, 416, plain=True)
+        m, steps = max(tactic.tile_m, 64) // 2 + 38, max(4, tactic.depth * tactic.split)
+        assert_product(m, 136, 128 * steps - 96, plain=True)
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
@@ -101,9 +106,9 @@ def test_a_strided_output_and_what_lies_around_it(arch: str) -> None:
 
 
 def test_who_takes_how_many_rows() -> None:
-    for m in (1, 8, 32):
+    for m in (1, 8, 16):
         assert isinstance(MM_BF16_FP4.select(problem(m, 4096, 4096), SM_90A), NarrowTactic)
-    for m in (33, 64, 65, 128, 129, 512, 513, 8192):
+    for m in (17, 32, 33, 64, 65, 128, 129, 512, 513, 8192):
         for n in (8, 2112, 4096, 8192, 10240, 28672, 57344):
             for k in (32, 4096):
                 tactic = MM_BF16_FP4.select(problem(m, n, k), SM_90A)
@@ -128,8 +133,8 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "sm_90a" in str(rejects(problem(64, 64, 1024), WideTactic(64, 1, 2), Arch.of("sm_100a")))
     assert "empty" in str(rejects(problem(64, 64, 1024), WideTactic(128, 1, 2), SM_90A))
     assert "step" in str(rejects(problem(64, 64, 128), WideTactic(64, 1, 2, 2), SM_90A))
-    assert "two" in str(rejects(problem(64, 64, 384), WideTactic(64, 1, 4, 2), SM_90A))
-    assert rejects(problem(64, 64, 512), WideTactic(64, 1, 4, 2), SM_90A) is None
+    assert "4 steps" in str(rejects(problem(64, 64, 896), WideTactic(64, 1, 4, 2), SM_90A))
+    assert rejects(problem(64, 64, 1024), WideTactic(64, 1, 4, 2), SM_90A) is None
 
 
 @pytest.mark.parametrize(
@@ -137,10 +142,14 @@ def test_why_a_tactic_is_rejected() -> None:
     [
         ("tile_m", WideTactic(48, 1)),
         ("depth", WideTactic(64, 1, 3)),
-        ("cluster", WideTactic(64, 2, cluster=4)),
+        ("cluster", WideTactic(64, 2, cluster=3)),
+        ("cluster", WideTactic(16, 2, cluster=4)),
+        ("cluster", WideTactic(64, 2, split=4, cluster=4)),
+        ("ctas", WideTactic(64, 2, ctas=3)),
+        ("common", WideTactic(64, 2, common=True)),
         ("split", WideTactic(64, 2, split=9)),
         ("split", WideTactic(64, 2, split=2, divided=True)),
-        ("split", WideTactic(64, 1, depth=2, cluster=2)),
+        ("split", WideTactic(128, 1, depth=2, cluster=2)),
         ("groups", WideTactic(64, 1)),
         ("groups", WideTactic(64, 3, depth=2)),
         ("groups", WideTactic(256, 4)),

@@ -135,9 +135,12 @@ KERNELS: dict[str, Launch] = {
     "gemm, narrow split": Launch(
         "gemm_narrow", lambda: gemm.narrow(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), 13, 72, 1056)
     ),
-    "gemm, wide split": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 1, 2, 2), 40, 64, 1536), HOPPER),
+    "gemm, wide split": Launch("gemm_wide", lambda: gemm.wide(WideTactic(32, 2, 2, 2), 20, 128, 1536), HOPPER),
     "gemm, wide divided": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 2, divided=True), 70, 136, 416), HOPPER),
     "gemm, wide cluster": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 2, cluster=2), 70, 136, 416), HOPPER),
+    "gemm, wide common": Launch(
+        "gemm_wide", lambda: gemm.wide(WideTactic(32, 2, cluster=2, common=True), 20, 200, 544), HOPPER
+    ),
     "gemm, narrow residual": Launch(
         "gemm_narrow", lambda: gemm.narrow(NarrowTactic(8, 2, 2, 2, 2, 1, x_stages=4), 5, 72, 1056, gemm.residual)
     ),
@@ -145,7 +148,7 @@ KERNELS: dict[str, Launch] = {
         "gemm_wide", lambda: gemm.wide(WideTactic(64, 2, divided=True), 70, 136, 416, gemm.residual), HOPPER
     ),
     "gemm, wide gates": Launch(
-        "gemm_wide", lambda: gemm.wide(WideTactic(64, 1, 2, 2), 40, 64, 1536, gemm.gated), HOPPER
+        "gemm_wide", lambda: gemm.wide(WideTactic(32, 2, 2, 2), 20, 128, 1536, gemm.gated), HOPPER
     ),
     "wgmma tile": Launch(None, lambda: gemm.tile("sm_90a"), HOPPER),
     "tcgen05 tile": Launch(None, lambda: gemm.tile("sm_100a"), BLACKWELL),

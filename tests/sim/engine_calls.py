@@ -136,7 +136,7 @@ def wide_cases() -> Iterator[Case]:
     for tactic, m, n, k, block_format, dtype in (
         (WideTactic(64, 1, 2), 40, 72, 416, NVFP4, torch.bfloat16),
         (WideTactic(64, 4, split=2), 60, 264, 416, MXFP4, torch.bfloat16),
-        (WideTactic(64, 2, 2, 4), 64, 136, 672, NVFP4, torch.float16),
+        (WideTactic(64, 2, 2, 4), 64, 136, 1056, NVFP4, torch.float16),
         (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, torch.float16),
         (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, torch.bfloat16),
         (WideTactic(256, 2), 200, 136, 160, MXFP4, torch.float16),

@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
     "bench_conv": ({}, {"conv"}),
     "bench_conv --part search": ({}, {"conv_search"}),
+    "bench_dependent": ({"PRODUCTS": (), "FIRST": (1,), "PAIRS": 1, "REPLAYS": 2, "FILLS": 0}, {"dependent"}),
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
     "bench_fp8": ({"PAUSE_S": 0}, {"fp8"}),

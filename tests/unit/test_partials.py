@@ -30,8 +30,10 @@ SPECS = {
     "attention/products.cuh.j2": "attention/prefill_wgmma",
     "gemm/fp8_products.cuh.j2": "gemm/wide_fp8",
     "gemm/products.cuh.j2": "gemm/wide",
+    "gemm/start_product.cuh.j2": "gemm/wide",
     "gemm/wide_fp8_mainloop.cuh.j2": "gemm/wide_fp8",
     "gemm/wide_mainloop.cuh.j2": "gemm/wide",
+    "gemm/wide_steps.cuh.j2": "gemm/wide",
     "experts/wide.cuh.j2": "experts/wide_up",
     "experts/wide_config.cuh.j2": "experts/wide_up",
     "experts/wide_mainloop.cuh.j2": "experts/wide_up",
@@ -110,8 +112,26 @@ struct Shared {
   uint8   x[4][32 * 128], weight[3][2][4608];
   Barrier full[4], empty[4], weight_full[3], weight_empty[3];
 };
-template struct Consumer<Shared, Weight, 32, 32, 1, 1, false>;
-template struct Consumer<Shared, Weight, 32, 32, 1, 1, true>;
+template struct Consumer<Shared, Weight, 32, 1, 1>;
+"""
+WIDE_SCHEDULE = """
+struct Config {
+  static constexpr int  kTileM = 64, kTileN = 128, kCommonN = 0, kCluster = 2, kSplit = 1, kBandM = 4;
+  static constexpr bool kShared = false, kDivided = true;
+};
+template class WideSchedule<Config>;
+"""
+WIDE_STEPS = """
+struct Weight {
+  struct Codes {};
+  static __device__ Codes load(uint32 tile, uint32 half, const Place& place) { return {}; }
+  static __device__ void decode(Fragments& a, const Codes& of) {}
+};
+struct Shared {
+  uint8   x[4][2 * 32 * 128], weight[4][2][4608];
+  Barrier full[4], empty[4];
+};
+template struct StepConsumer<Shared, Weight, 32, 2>;
 """
 WIDE_FP8 = """
 struct Shared {
@@ -240,13 +260,16 @@ USES: dict[str, tuple[str, str]] = {
         "__global__ void run(Weight& w, uint8 (&to)[2][Weight::kTileBytes], Barrier* b) { w.load(to, 0, 0, 1, b); }\n",
     ),
     "gemm/wide_fp8_mainloop.cuh.j2": ("sm_90a", WIDE_FP8),
+    "gemm/wide_common.cuh.j2": ("sm_90a", "template struct CommonSums<32>;\n"),
     "gemm/wide_mainloop.cuh.j2": ("sm_90a", WIDE),
+    "gemm/wide_steps.cuh.j2": ("sm_90a", WIDE_STEPS),
+    "gemm/wide_schedule.cuh.j2": ("sm_90a", WIDE_SCHEDULE),
     "gemm/wide_results.cuh.j2": (
         "sm_90a",
         "using Results = WideResults<bf16, 64, 2, 2, 2, 2, false>;\ntemplate class Exchange<64, 2, 2, 16384>;\n"
         "__global__ void run(float (&sums)[32], const float* other) {\n"
         "  Results::stage<1>(0, sums, threadIdx.x, {}, {});\n"
-        "  Results::stage_total<0>(1, other, 0, sums, threadIdx.x, {}, {});\n}\n",
+        "  Results::stage_total<0>(1, 2, 0, other, 0, sums, threadIdx.x, {}, {});\n}\n",
     ),
     "gdn/lanes.cuh.j2": ("sm_90a", GDN),
     "gdn/rows.cuh.j2": ("sm_90a", GDN + GDN_ROWS),

@@ -69,23 +69,22 @@ HOPPER: Table[Any] = Table(
     (
         *reversed(_narrow.values()),
         *rows(
-            (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
-            (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
-            (WideTactic(32, 1, 4), {"tiles_per_sm": 0.9}),
-            (WideTactic(32, 2, 2, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(32, 1, 2, 3), {"tiles_per_sm": 0.25}),
+            (WideTactic(32, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(32, 1, 4), {"tiles_per_sm": 1.0}),
+            (WideTactic(32, 3, split=2), {"tiles_per_sm": 1.3}),
             (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
-            (WideTactic(32, 4), {}),
+            (WideTactic(32, 4, cluster=2, common=True), {}),
+            (WideTactic(32, 4), {}),  # for one step
             m=32,
         ),
         *rows(
             (WideTactic(64, 1, 2, 3), {"tiles_per_sm": 0.25}),
-            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
-            (WideTactic(64, 1, 4, 2), {"tiles_per_sm": 0.5}),
-            (WideTactic(64, 1, 4), {"tiles_per_sm": 0.9}),
-            (WideTactic(64, 1, 4), {"tiles_per_sm": 1.0, "k": 8192}),
+            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(64, 1, 2), {"tiles_per_sm": 1.0, "k": 8192}),
             (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
-            (WideTactic(64, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(64, 3, cluster=2, common=True), {"tiles_per_sm": 2.5}),
             (WideTactic(64, 4), {}),
             m=64,
         ),
@@ -128,7 +127,7 @@ HOPPER: Table[Any] = Table(
 _LOADS = {  # with wgmma
     8: (0.5,),
     16: (0.5, 0.95, 6.0),
-    32: (1.0, 8.0),
+    32: (1.0, 2.0, 8.0),
     64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
     128: (0.25, 0.5, 1.0, 1.3, 2.0),
     256: (0.25, 0.5, 0.75, 1.0, 1.3, 2.0),
@@ -156,5 +155,5 @@ def _plain(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
         for load in more:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
-        for n, k in ((8, 32), (7168, 2048), (4096, 16384), (8192, 16384)):  # too few columns for a cluster; few; many
+        for n, k in ((8, 32), (57344, 128), (7168, 2048), (4096, 16384), (8192, 16384)):  # too few columns; few; many
             yield Problem(dtype, dtype, block_format, m=m, n=n, k=k)

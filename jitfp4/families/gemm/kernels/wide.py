@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
-from jitfp4.arch import Arch, names_with, shared_bytes_with
+from jitfp4.arch import CTA_RESERVE, Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm.arguments import Arguments
 from jitfp4.families.gemm.problem import Fp4Problem, Problem
@@ -17,7 +18,7 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-TILE_MS = (32, 64, 128, 256)
+TILE_MS = (16, 32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 24
@@ -40,33 +41,50 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
+    ctas: int = 1
+    common: bool = False
 
 
 # rows of x, groups, depth, splits
 _CUTS = (
-    (32, 1, 2, (1, 2)),
-    (32, 2, 2, (1, 2)),
-    (32, 1, 4, (1, 2)),
-    (32, 4, 1, (1,)),
-    (64, 1, 2, (1, 2, 3, 4)),
-    (64, 1, 4, (1, 2)),
-    (64, 2, 1, (2, 4)),
-    (64, 2, 2, (1, 2, 3, 4)),
-    (64, 3, 1, (1, 2, 3, 4)),
-    (64, 4, 1, (1, 2, 4)),
     (128, 1, 2, (1, 2, 3, 4)),
     (128, 2, 1, (1, 2, 3, 4)),
     (128, 3, 1, (1, 2, 3, 4)),
     (256, 1, 2, (1, 2)),
     (256, 2, 1, (1, 2)),
 )
+# for up to 64 rows of x: groups, depth, splits, clusters, CTAs of an SM
+_SHORT_CUTS = (
+    (1, 2, (1, 2, 3, 4), (1, 2), (1, 2)),
+    (1, 4, (1, 2, 4), (1, 2, 4), (1,)),
+    (2, 2, (1, 2), (1, 2), (1,)),
+    (2, 1, (1, 2, 3), (1, 2), (2,)),
+    (3, 1, (2,), (1,), (1,)),
+    (4, 1, (1,), (1, 2), (1,)),
+)
 _whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _CUTS for split in splits)
 _divided = (
     WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
-    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
+    for tile_m, groups in ((128, 2), (128, 3), (256, 2))
     for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
 )
-TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided)
+LONG: tuple[WideTactic, ...] = (*_whole, *_divided)
+_short = (
+    WideTactic(tile_m, groups, depth, split, cluster, ctas=ctas)
+    for tile_m in (16, 32, 64)
+    for groups, depth, *others in _SHORT_CUTS
+    for split, cluster, ctas in product(*others)
+    if cluster * _LEAST_PART <= tile_m and split * cluster <= _MAX_CLUSTER
+)
+_few_tiles = (
+    tactic
+    for tile_m in (16, 32, 64)
+    for tactic in (
+        WideTactic(tile_m, 4, divided=True),
+        *(WideTactic(tile_m, groups, cluster=2, common=True) for groups in (2, 3, 4)),
+    )
+)
+TACTICS: tuple[WideTactic, ...] = (*_short, *_few_tiles, *LONG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +92,9 @@ class WideSpec(KernelSpec):
     """A CTA takes tiles of ``tile_m`` rows of x by 64 * ``groups`` rows of the weight.
 
     ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster share the columns of a tile.
-    Alternatively, ``cluster`` CTAs of a cluster share rows of x, and the last tiles may be ``divided`` among all
-    clusters. Tiles follow each other in bands of ``band`` along the rows of x.
+    ``cluster`` CTAs of a cluster share rows of x. Where columns are not shared, the last tiles may be ``divided`` among
+    all clusters. Tiles follow each other in bands of ``band`` along the rows of x. ``ctas`` CTAs fit on an SM.
+    With ``common``, the last groups of two CTAs have the same rows of the weight, and take the steps in turn.
     """
 
     dtype: DType
@@ -88,20 +107,29 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
+    ctas: int
+    common: bool
 
     packed = False  # the weight is prepared
     gated = False
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
-            ("tile_m", "depth", "cluster", "groups", "split"),
-            (TILE_MS, (1, 2, 4), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            ("tile_m", "depth", "cluster", "groups", "split", "ctas"),
+            (TILE_MS, (1, 2, 4), (1, 2, 4), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1), (1, 2)),
             strict=True,
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
-        if self.sharers > 1 and (self.cluster > 1 or self.divided):
-            raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
+        if self.sharers > 1 and (self.divided or (self.cluster > 1 and not self.whole)):
+            wanted = f"1, with a depth of 1, where divided, or more than {_SHORT} rows and cluster, are used"
+            raise ArgumentError("split", self.split, wanted)
+        if self.split * self.cluster > _MAX_CLUSTER or self.cluster * _LEAST_PART > self.tile_m:
+            wanted = f"at most {_MAX_CLUSTER // self.split}, and {_LEAST_PART} rows of x for each"
+            raise ArgumentError("cluster", self.cluster, wanted)
+        if self.common and not (self.whole and self.cluster == 2 and self.groups > 1 and self.sharers == 1):
+            wanted = f"False, but for clusters of two, several groups, at most {_SHORT} rows and a split of 1"
+            raise ArgumentError("common", self.common, wanted)
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
@@ -135,15 +163,16 @@ class WideSpec(KernelSpec):
 
     @property
     def whole(self) -> bool:
-        """Whether x is copied in whole steps, where short products leave little time for barriers."""
-        return self.depth == 1 and self.tile_m <= _SHORT and not self.packed
+        """Whether a slot has a whole step, where short products leave little time for barriers."""
+        return self.tile_m <= _SHORT and not self.packed
 
     @property
     def slots(self) -> int:
-        """Half steps of x in flight: as many as fit in shared memory."""
-        own = 2 if self.whole else self.depth  # each warpgroup of a group has its own
-        counts = range(max(2, own), _MOST_SLOTS + 1, own)
-        return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
+        """Half steps of x in flight, or whole ones: as many as fit in shared memory."""
+        turns = 2 if self.common else self.depth  # each warpgroup with the same rows has its own
+        counts = range(max(2, turns), _MOST_SLOTS + 1, turns)
+        room = (_SHARED_BYTES + CTA_RESERVE) // self.ctas - CTA_RESERVE
+        return max(slots for slots in counts if self._bytes(slots) <= room)
 
     @property
     def weight_slots(self) -> int:
@@ -170,20 +199,22 @@ class WideSpec(KernelSpec):
         return self.words_bytes + ctas * self._sums if self.divided else 0
 
     def _weight_slots(self, slots: int) -> int:
-        return slots // 2 + max(1, self.depth // 2)
+        return slots if self.whole else slots // 2 + max(1, self.depth // 2)
 
     @property
     def _slot(self) -> int:
-        return self.tile_m * _HALF_ROW_BYTES
+        return self.tile_m * _HALF_ROW_BYTES * (2 if self.whole else 1)
 
     @property
     def _sums(self) -> int:
         return 4 * self.teams * TILE_ROWS * self.tile_m
 
     def _bytes(self, slots: int) -> int:
-        weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
+        barriers = 0 if self.whole else _BARRIERS
+        weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + barriers)
         out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
-        return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
+        exchanged = 4 * TILE_ROWS * self.tile_m + _BARRIERS if self.common else 0
+        return round_up(slots * (self._slot + _BARRIERS) + weights + out + exchanged, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +241,10 @@ def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> st
         return f"its products are instructions of {names_with('has_wgmma')}"
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
-    if tactic.split * max(1, tactic.depth // 2) > ceil_div(problem.k, TILE_COLS):
-        return f"each CTA of a cluster needs a step of {TILE_COLS} columns, and two with a depth of 4"
+    turns = tactic.depth if tactic.tile_m <= _SHORT and isinstance(problem, Problem) else max(1, tactic.depth // 2)
+    turns = 2 if tactic.common else turns
+    if tactic.split * turns > ceil_div(problem.k, TILE_COLS):
+        return f"each CTA of a cluster needs {turns} steps of {TILE_COLS} columns"
     return None
 
 
@@ -223,10 +256,10 @@ def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
 def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometry:
     """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
     width = spec.cluster * spec.split
-    rows = TILE_ROWS * spec.groups * spec.cluster
+    rows = TILE_ROWS * ((spec.groups - spec.common) * spec.cluster + spec.common)
     clusters = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, rows)
     if spec.sharers == 1:
-        most = arch.num_sms // spec.cluster
+        most = spec.ctas * arch.num_sms // spec.cluster
         steps = clusters * ceil_div(problem.k, TILE_COLS)
         clusters = min(most, steps if spec.divided else clusters)
     grid, cluster = (clusters * width, 1, 1), (width, 1, 1)

@@ -12,7 +12,7 @@ from jitfp4.families.gemm.arguments import ExpandArguments, Fp4Arguments, atoms
 from jitfp4.families.gemm.expand_operation import EXPAND
 from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.expand import dtype_of
-from jitfp4.families.gemm.kernels.wide import TACTICS, WideSpec, WideTactic
+from jitfp4.families.gemm.kernels.wide import LONG, WideSpec, WideTactic
 from jitfp4.families.gemm.problem import TORCH_DTYPES, Fp4Problem
 from jitfp4.kernel import Before, Kernel, Plan, Scratch
 from jitfp4.layouts import round_up
@@ -20,6 +20,23 @@ from jitfp4.spec import I64, Geometry, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import CODE_BYTES, TILE_COLS, TILE_ROWS
 
 _SCALE_ROWS = 128  # of a tile of scales
+_SMALLEST = 32  # tile, which takes any number of rows of x
+# rows of x, groups, depth, splits
+_CUTS = (
+    (32, 1, 2, (1, 2)),
+    (32, 2, 2, (1, 2)),
+    (32, 1, 4, (1, 2)),
+    (32, 4, 1, (1,)),
+    (64, 1, 2, (1, 2, 3, 4)),
+    (64, 1, 4, (1, 2)),
+    (64, 2, 1, (2, 4)),
+    (64, 2, 2, (1, 2, 3, 4)),
+    (64, 3, 1, (1, 2, 3, 4)),
+    (64, 4, 1, (1, 2, 4)),
+)
+_short = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _CUTS for split in splits)
+_divided = (WideTactic(tile_m, groups, divided=True) for tile_m, groups in ((32, 4), (64, 3), (64, 4)))
+TACTICS: tuple[WideTactic, ...] = (*_short, *_divided, *LONG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +62,8 @@ def specialise(problem: Fp4Problem, tactic: WideTactic) -> Fp4WideSpec:
 
 
 def rejects(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
-    """Why a tactic cannot run a problem on an architecture. The smallest tiles take any number of rows."""
-    return wide.rejects(problem._replace(m=max(problem.m, wide.TILE_MS[0])), tactic, arch)
+    """Why a tactic cannot run a problem on an architecture."""
+    return wide.rejects(problem._replace(m=max(problem.m, _SMALLEST)), tactic, arch)
 
 
 def geometry(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> Geometry:

@@ -737,24 +737,29 @@ template <typename In, typename Out, Format kFormat> struct PreparedWeight {
     if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
     return of;
   }
-  // Half `half` of the columns of a tile; each warp has 16 of its rows.
-  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
-    const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
-    const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
-                         + half * (kBlockScales / 16);
+  struct Codes { uint4 codes; uint2 scales; };  // of half the columns of a tile; each warp has 16 of its rows
+  static __device__ __forceinline__ Codes load(uint32 tile, uint32 half, const Place& place) {
+    Codes of;
+    of.codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+    const uint32 from = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
+                        + half * (kBlockScales / 16);
     if constexpr (kFormat == Format::kNvfp4) {
-      const uint2 scales = ptx::ld_shared_8(from);
-      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
-      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
-      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
-      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+      of.scales = ptx::ld_shared_8(from);
     } else {
-      const uint32 scales = ptx::ld_shared_4(from);
-      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
-      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
-      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
-      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+      of.scales.x = ptx::ld_shared_4(from);
     }
+    return of;
+  }
+  static __device__ __forceinline__ void decode(Fragments& a, const Codes& of) {
+    constexpr bool kSmall = kFormat == Format::kNvfp4;  // a block is a product's columns, else half of them
+    const uint32 later = kSmall ? of.scales.y : of.scales.x;
+    decode_weight<In>(a[0], of.codes.x, decode_scales<In>(of.scales.x, false));
+    decode_weight<In>(a[1], of.codes.y, decode_scales<In>(of.scales.x, kSmall));
+    decode_weight<In>(a[2], of.codes.z, decode_scales<In>(later, !kSmall));
+    decode_weight<In>(a[3], of.codes.w, decode_scales<In>(later, true));
+  }
+  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+    decode(a, load(tile, half, place));
   }
 };
 
@@ -1112,10 +1117,12 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
     }
   }
 
-  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
+  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA; the
+  // CTAs that share a tile have the rank `peer` and those `step` after each other.
   template <int kPart>
-  static __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums,
-                                                     uint32 thread, Affine upper, Affine lower) {
+  static __device__ __forceinline__ void stage_total(uint32 part, uint32 step, uint32 peer, const float* shared_sums,
+                                                     uint32 to, Sums& sums, uint32 thread, Affine upper,
+                                                     Affine lower) {
     constexpr int kTeamSums = kTileM * 64;
     if (part == kPart) {
 #pragma unroll
@@ -1125,12 +1132,12 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
         for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
           const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums) + i * 512;
           if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
-          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
+          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth * step + peer));
         }
       }
       return stage<kPart>(to, sums, thread, upper, lower);
     }
-    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
+    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, step, peer, shared_sums, to, sums, thread, upper, lower);
   }
 };
 

@@ -1,5 +1,5 @@
 // gemm_wide_fp4, generated from templates/gemm/wide_fp4.cu.j2
-// spec: {"band":4,"cluster":1,"depth":2,"divided":false,"dtype":"f16","format":"nvfp4","groups":1,"out_dtype":"bf16","split":2,"tile_m":32}
+// spec: {"band":4,"cluster":1,"common":false,"ctas":1,"depth":2,"divided":false,"dtype":"f16","format":"nvfp4","groups":1,"out_dtype":"bf16","split":2,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
@@ -8,18 +8,19 @@
 // out [m, n / 2] is silu(gate) * up.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
-// kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
-// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2 or 4, so
-// many warpgroups have the same rows, and take the half steps in turn.
+// kWeightSlots steps of the weight and kSlots half steps of x in flight; with kWhole, a slot has a step of both. A
+// consumer warpgroup has 64 rows of the weight: it decodes their next half step while the tensor cores multiply the
+// current one. With a kDepth of 2 or 4, so many warpgroups have the same rows, and take the half steps, or with kWhole
+// the steps, in turn.
 //
-// Clusters have one of two uses.
-// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. Such
-//   clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, and
-//   every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
+// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. With
+//   kCommon, the last groups of two CTAs have the same rows of the weight, and take the steps in turn.
+// - kSplit times as many CTAs are a cluster: each has a part of the columns of a tile. They, and warpgroups with the
+//   same rows, add up their sums through shared memory, each for a part of the rows of x.
+// - Other clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps,
+//   and every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
 //   memory, and the last adds them in a fixed order. It waits for earlier clusters only, and those leave their sums
 //   before they wait themselves, because a cluster takes the tiles of its share in descending order.
-// - kSplit CTAs share one tile: each has a part of its columns. They, and warpgroups with the same rows, add up their
-//   sums through shared memory, each for a part of the rows of x.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -637,6 +638,28 @@ __device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint
 }
 }  // namespace ptx
 
+// ---- gemm/wide_place -------------------------------------------------------
+// What a consumer holds of its tile, and where its 64 rows of the weight are.
+using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+
+struct Affine { float scale, bias; };  // of a row of the weight
+
+// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
+struct Place {
+  uint32 warp, lane, row;
+  int32  columns;
+};
+
+// ---- gemm/start_product ----------------------------------------------------
+// Starts the products of half a step, which become one group. `x`: its descriptor.
+template <int kSums>
+__device__ __forceinline__ void start_product(float (&sums)[kSums], const Fragments& a, uint32 x, bool add) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) ptx::wgmma(sums, a[i], x + 2 * i, add || i > 0);
+  ptx::wgmma_commit();
+}
+
 // ---- gemm/wide_copies ------------------------------------------------------
 // Copies around the products of warpgroups, and what CTAs tell each other.
 namespace ptx {
@@ -683,24 +706,10 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
-// ---- gemm/wide_place -------------------------------------------------------
-// What a consumer holds of its tile, and where its 64 rows of the weight are.
-using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
-
-struct Affine { float scale, bias; };  // of a row of the weight
-
-// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
-struct Place {
-  uint32 warp, lane, row;
-  int32  columns;
-};
-
 // ---- gemm/wide_mainloop ----------------------------------------------------
 // Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
 // Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
-// With kWhole, two slots of x are filled and freed together, by the barriers of the first.
-template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kCluster, bool kWhole>
-struct Consumer {
+template <class Shared, class Weight, int kTileM, int kDepth, int kCluster> struct Consumer {
   static constexpr int kSlots = sizeof(Shared::full) / sizeof(Barrier);
   static constexpr int kWeightSlots = sizeof(Shared::weight_full) / sizeof(Barrier);
   using Sums = float[kTileM / 2];
@@ -710,7 +719,6 @@ struct Consumer {
   Place   place;
   Ring<kSlots>       ring;
   Ring<kWeightSlots> weight_ring;
-  uint32 rows;  // of x, up to kTileM
 
   // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
   template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
@@ -726,18 +734,6 @@ struct Consumer {
     if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_slot()]);
 #pragma unroll
     for (int i = 0; i < kDepth; i += 2) weight_ring.advance(), place.columns -= kTileCols;
-  }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
-  // of a product, so that the compiler knows which registers are in flight.
-  template <int kRows = kStepM>
-  __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
-    if constexpr (kRows < kTileM)
-      if (rows > kRows) return start_product<kRows + kStepM>(sums, a, x, add);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      ptx::wgmma(reinterpret_cast<float (&)[kRows / 2]>(sums), a[i], x + 2 * i, add || i > 0);
-    ptx::wgmma_commit();
   }
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
     const uint32 slot = ring.slot + half;
@@ -759,31 +755,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // Both halves of each step. Two sets of fragments: while the tensor cores read one, the other is filled.
-  __device__ __forceinline__ void accumulate_steps(Sums& sums, uint32 steps) {
-    Fragments a, b;
-    decode_next<0>(a);
-    for (uint32 done = 0, last = 0;;) {
-      const uint32 slot = ring.slot;
-      ptx::mbarrier_wait(&shared.full[slot], ring.parity);
-      const uint32 x = ptx::wgmma_tile(ptx::shared_address(shared.x[slot]));
-      start_product(sums, a, x, done > 0);
-      ptx::wgmma_wait<1>();  // b is free
-      if (done > 0) release_x(last);
-      last = slot;
-      if ((ring.slot += 2) == kSlots) ring.slot = 0, ring.parity ^= 1;
-      decode_next<1>(b);
-      start_product(sums, b, x + sizeof(Shared::x[0]) / 16, true);
-      release_weight();
-      ptx::wgmma_wait<1>();  // a is free
-      if (++done == steps) break;
-      decode_next<0>(a);
-    }
-    ptx::wgmma_wait<0>();
-    release_x(ring.slot == 0 ? kSlots - 2 : ring.slot - 2);
-  }
-  // The same for single half steps.
-  __device__ __forceinline__ void accumulate_halves(Sums& sums, uint32 products) {
+  // `products` half steps of the warpgroup. Two sets of fragments: while the tensor cores read one, the other is filled.
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
       Ring<kSlots> second = ring;
@@ -808,14 +781,6 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     release_x<1>();
     if (kDepth == 1 && products % 2 == 1) release_weight();
-  }
-  // `products` half steps of the warpgroup
-  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
-    if constexpr (kWhole) {
-      accumulate_steps(sums, products / 2);
-    } else {
-      accumulate_halves(sums, products);
-    }
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
   }
@@ -929,10 +894,12 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
     }
   }
 
-  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
+  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA; the
+  // CTAs that share a tile have the rank `peer` and those `step` after each other.
   template <int kPart>
-  static __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums,
-                                                     uint32 thread, Affine upper, Affine lower) {
+  static __device__ __forceinline__ void stage_total(uint32 part, uint32 step, uint32 peer, const float* shared_sums,
+                                                     uint32 to, Sums& sums, uint32 thread, Affine upper,
+                                                     Affine lower) {
     constexpr int kTeamSums = kTileM * 64;
     if (part == kPart) {
 #pragma unroll
@@ -942,12 +909,12 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
         for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
           const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums) + i * 512;
           if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
-          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
+          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth * step + peer));
         }
       }
       return stage<kPart>(to, sums, thread, upper, lower);
     }
-    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
+    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, step, peer, shared_sums, to, sums, thread, upper, lower);
   }
 };
 
@@ -1004,6 +971,69 @@ template <int kTileM, int kTeams, int kCluster, int kWordsBytes> class Exchange 
  private:
   uint64* word_;
   float4* sums_;
+};
+
+// ---- gemm/wide_schedule ----------------------------------------------------
+// The tiles of a cluster, and the part of their columns that it takes.
+struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
+
+// Config: kTileM, the rows of x of a tile; kCluster CTAs with the same ones, each with kTileN rows of the weight of its
+// own, and kCommonN after these for all of them; kSplit CTAs with the same tile; kShared: whether a cluster takes one
+// tile only, to add up sums; kDivided; kBandM.
+template <class Config> class WideSchedule {
+ public:
+  uint32 tiles_m, tiles_n, steps;
+
+  __device__ __forceinline__ WideSchedule(int64 m, int64 n, int64 k)
+      : tiles_m(ceil_div(m, Config::kTileM)), tiles_n(ceil_div(n, kClusterN)),
+        steps(ceil_div(k, kTileCols)) {
+    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
+    if constexpr (Config::kShared) {
+      const uint32 part = kSplit == 1 ? 0 : ptx::cluster_rank() / kCluster;
+      begin_ = id * steps + steps * part / kSplit, end_ = id * steps + steps * (part + 1) / kSplit, next_ = tiles;
+    } else {
+      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
+      const uint32 divided = !Config::kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
+      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
+      begin_ = share_begin(id), end_ = share_begin(id + 1);
+    }
+  }
+  // The first step of a cluster's share, counted over all divided tiles
+  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
+    return divided_steps_ * cluster / ptx::clusters();
+  }
+  __device__ __forceinline__ bool take(Work& work) {
+    if (begin_ < end_) {
+      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
+      work = {tile, from - tile * steps, end_ - tile * steps};
+      end_ = from;
+      return true;
+    }
+    work = {next_, 0, steps};
+    next_ += ptx::clusters();
+    return work.tile < tiles_m * tiles_n;
+  }
+  // The first row of the weight in the tile that take() gives next; 0 if it gives none.
+  __device__ __forceinline__ int64 peek_row() const {
+    WideSchedule after = *this;
+    Work work;
+    return after.take(work) ? after.place(work.tile).y : 0;
+  }
+  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
+  __device__ __forceinline__ uint2 place(uint32 tile) const {
+    constexpr uint32 kBandM = Config::kBandM;
+    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
+    const uint32 high = min(kBandM, tiles_m - band * kBandM);
+    const uint32 rank = kCluster == 1 ? 0 : kSplit == 1 ? ptx::cluster_rank() : ptx::cluster_rank() % kCluster;
+    return {(band * kBandM + inside % high) * Config::kTileM, inside / high * kClusterN + rank * Config::kTileN};
+  }
+
+ private:
+  static constexpr int kCluster = Config::kCluster, kSplit = Config::kSplit;
+  static constexpr uint32 kClusterN = Config::kTileN * kCluster + Config::kCommonN;
+
+  uint64 divided_steps_;
+  uint32 next_, begin_, end_;
 };
 
 // ---- partials/bf16x2 -------------------------------------------------------
@@ -1165,21 +1195,22 @@ constexpr int kGroups      = 1;  // of 64 rows of the weight
 constexpr int kDepth       = 2;  // warpgroups of a group
 constexpr int kCluster     = 1;
 constexpr int kSplit       = 2;
+constexpr bool kCommon     = false;
 constexpr bool kDivided    = false;
 constexpr int kSlots       = 24;
 constexpr int kWeightSlots = 13;
 constexpr bool kGated      = false;  // rows of the weight are gates and ups
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
-constexpr bool kWhole      = false;  // x comes in whole steps
-constexpr int kStepM       = kTileM;  // no other products
+constexpr bool kWhole      = false;  // a slot has a whole step
+constexpr int kCtas        = 1;  // of an SM
 
 constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
 constexpr int kConsumers = kTeams * 128;      // threads
 constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
+// A thread starts with 65536 / kCtas / kThreads registers, in eights. Producers need few.
 constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
-    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+    (65536 / kCtas / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
 constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
@@ -1188,10 +1219,10 @@ using Weight = PackedWeight<In, kFormat>;
 using Results = WideResults<Out, kTileM, kParts, kGroups, kDepth, kSplit, kGated>;
 
 // ---- shared memory ---------------------------------------------------------
-constexpr int kTileN     = kGroups * kTileRows;
+constexpr int kTileN     = (kGroups - kCommon) * kTileRows;  // of a CTA's own
 constexpr int kHalf      = kTileCols / 2;
 constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
-constexpr int kCopied    = kWhole ? 2 : 1;  // half steps of x, at once
+constexpr int kHalves    = kWhole ? 2 : 1;  // half steps of x in a slot
 constexpr int kTileBytes = Weight::kTileBytes;
 constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
 
@@ -1206,80 +1237,40 @@ template <> struct ResultParts<false> {  // they take the place of sums
 };
 
 struct alignas(1024) Shared : ResultParts<kSharers == 1> {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8   x[kSlots][kTileM * kHalf * 2];
+  uint8   x[kSlots][kHalves * kTileM * kHalf * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
-  Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
+  Barrier full[kSlots], empty[kSlots];
+  Barrier weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
 static_assert(sizeof(Shared) == 165888, "the launch counts on it");
-static_assert(kSlots % kDepth == 0 && kSlots % kCopied == 0, "a half of a step has slots of its own");
-static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
-              "room for sums");
+static_assert(kSlots % (kCommon ? 2 : kDepth) == 0, "a warpgroup has slots of its own");
+static_assert(kSharers == 1 || (!kDivided && kTeams * kTeamSums <= sizeof(Shared::x)), "room for sums");
 
 enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
 
-// ---- work ------------------------------------------------------------------
-struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
-
-class Schedule {
- public:
-  uint32 tiles_m, tiles_n, steps;
-
-  __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
-      : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
-    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
-    if constexpr (kSharers > 1) {
-      const uint32 rank = kSplit == 1 ? 0 : ptx::cluster_rank();
-      begin_ = id * steps + steps * rank / kSplit, end_ = id * steps + steps * (rank + 1) / kSplit, next_ = tiles;
-    } else {
-      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
-      const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
-      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
-      begin_ = share_begin(id), end_ = share_begin(id + 1);
-    }
-  }
-  // The first step of a cluster's share, counted over all divided tiles
-  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
-    return divided_steps_ * cluster / ptx::clusters();
-  }
-  __device__ __forceinline__ bool take(Work& work) {
-    if (begin_ < end_) {
-      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
-      work = {tile, from - tile * steps, end_ - tile * steps};
-      end_ = from;
-      return true;
-    }
-    work = {next_, 0, steps};
-    next_ += ptx::clusters();
-    return work.tile < tiles_m * tiles_n;
-  }
-  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
-  __device__ __forceinline__ uint2 place(uint32 tile) const {
-    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
-    const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
-    const uint32 row = (inside / high * kCluster + (kCluster == 1 ? 0 : ptx::cluster_rank())) * kTileN;
-    return {(band * kBandM + inside % high) * kTileM, row};
-  }
-
- private:
-  uint64 divided_steps_;
-  uint32 next_, begin_, end_;
-};
-
 // ---- producers -------------------------------------------------------------
+struct Config {
+  static constexpr int  kTileM = ::kTileM, kTileN = ::kTileN, kCluster = ::kCluster, kSplit = ::kSplit;
+  static constexpr int  kBandM = ::kBandM, kCommonN = kCommon * kTileRows;
+  static constexpr bool kShared = kSharers > 1, kDivided = ::kDivided;
+};
+using Schedule = WideSchedule<Config>;
+
 __device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
-  const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
+  const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank(), place = kSplit == 1 ? rank : rank % kCluster;
   Ring<kSlots> ring;
   for (Work work; schedule.take(work);) {
-    const uint32 row = schedule.place(work.tile).x + rank * kCopyM;
-    for (uint32 half = 2 * work.begin; half < 2 * work.end;) {
+    const uint32 row = schedule.place(work.tile).x + place * kCopyM;
+    for (uint32 half = 2 * work.begin; half < 2 * work.end; ring.advance()) {
       Barrier* full = &shared.full[ring.slot];
       ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, kCopied * sizeof(shared.x[0]));
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.x[0]));
 #pragma unroll
-      for (int i = 0; i < kCopied; ++i, ++half, ring.advance()) {
-        uint8* to = shared.x[ring.slot] + rank * (kCopyM * kHalf * 2);
+      for (int i = 0; i < kHalves; ++i, ++half) {
+        uint8* to = shared.x[ring.slot] + (i * kTileM + place * kCopyM) * (kHalf * 2);
         if constexpr (kCluster == 1) ptx::tma_load(to, x, half * kHalf, row, full);
-        if constexpr (kCluster > 1) ptx::tma_multicast(to, x, half * kHalf, row, full, (1 << kCluster) - 1);
+        if constexpr (kCluster > 1)
+          ptx::tma_multicast(to, x, half * kHalf, row, full, ((1 << kCluster) - 1) << (rank - place));
       }
     }
   }
@@ -1298,7 +1289,7 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
 }
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
     const __grid_constant__ TensorMap x,              // [m, round_up(k, 128)], boxes [kCopyM, kHalf]
     const __grid_constant__ TensorMap weight,         // [n, k / 2] bytes, boxes [64, 64]
     const __grid_constant__ TensorMap weight_scales,  // [n / 128, 64 words for each 4 columns of scales]
@@ -1317,14 +1308,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
   const Weight given{weight, weight_scales};
   const Residual<Out, kPartM> added{nullptr, 0, m, n};
 
-  // Each producer prepares its barriers and starts; consumers wait for both.
+  // Each producer prepares its barriers and starts; consumers wait for both. With kWhole, producers have the same ones.
   const bool produces = team == kTeams;
   if (produces && warp == 0 && ptx::elect_one()) {
     ptx::prefetch_tensor_map(x);
     ptx::prefetch_tensor_map(out);
     for (int s = 0; s < kSlots; ++s) {
-      ptx::mbarrier_init(&shared.full[s], 1);
-      ptx::mbarrier_init(&shared.empty[s], 4 * kGroups * kCluster);
+      ptx::mbarrier_init(&shared.full[s], kHalves);  // arrivals of one or both producers
+      ptx::mbarrier_init(&shared.empty[s], 4 * ((kGroups - kCommon) * kCluster + kCommon));
     }
     ptx::fence_mbarrier_init();
   }
@@ -1340,8 +1331,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
   ptx::griddep_launch();
 
   if (produces) {
-    if constexpr (kCluster == 1) ptx::barrier_arrive(kStartBarrier, kThreads);
-    ptx::registers_fewer<kProducerRegisters>();
+    if constexpr (kCluster == 1 && !kWhole) ptx::barrier_arrive(kStartBarrier, kThreads);
+    ptx::registers_fewer<kProducerRegisters>();  // consumers wait for these before they come to the barrier
+    if constexpr (kCluster == 1 && kWhole) ptx::barrier_sync(kStartBarrier, kThreads);
     if (warp == 0) {
       ptx::griddep_wait();
       if (ptx::elect_one()) produce_x(shared, Schedule(m, n, k), x);
@@ -1352,21 +1344,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
     ptx::registers_more<kConsumerRegisters>();
     if constexpr (kCluster == 1) ptx::barrier_sync(kStartBarrier, kThreads);
     ptx::griddep_wait();
-    const uint32 group = team % kGroups, half = team / kGroups;
-    const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
+    const uint32 group = team % kGroups, half = team / kGroups, rank = ptx::cluster_rank(), peer = kSplit == 1 ? rank : rank % kCluster;
+    const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : rank / kCluster) * kDepth + half;
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    using Products = Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster, kWhole>;
-    Products consumer{shared, group, half, {warp, lane}, {}, {}};
+    Consumer<Shared, Weight, kTileM, kDepth, kCluster> consumer{shared, group, half, {warp, lane}, {}, {}};
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
       const uint32 col = at.y + group * kTileRows;  // of out
       const int64  row = col + warp * 16 + lane / 4;
       const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
-      const uint32 skipped = work.begin + (kDepth == 4 ? half / 2 : 0), steps = work.end - work.begin;
-      consumer.place.row = col, consumer.place.columns = int32(k) - int32(skipped) * kTileCols;
+      const uint32 steps = work.end - work.begin;
       Results::Sums sums;
+      const uint32 skipped = work.begin + (kDepth == 4 ? half / 2 : 0);
+      consumer.place.row = col, consumer.place.columns = int32(k) - int32(skipped) * kTileCols;
       consumer.accumulate(sums, kDepth == 4 ? (2 * steps + 3 - half) / 4 : steps * (2 / kDepth));
       const uint32 thread = ptx::thread_index() % 128;
       const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
@@ -1389,7 +1381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
         if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
         if constexpr (kSplit > 1) ptx::cluster_sync();
         uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
-        Results::stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
+        Results::stage_total<0>(part, kCluster, peer, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
         if (part < kParts) store(rows, part);
         break;  // they have one tile
       } else {

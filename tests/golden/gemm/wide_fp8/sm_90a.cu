@@ -647,24 +647,29 @@ template <typename In, typename Out, Format kFormat> struct PreparedWeight {
     if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
     return of;
   }
-  // Half `half` of the columns of a tile; each warp has 16 of its rows.
-  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
-    const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
-    const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
-                         + half * (kBlockScales / 16);
+  struct Codes { uint4 codes; uint2 scales; };  // of half the columns of a tile; each warp has 16 of its rows
+  static __device__ __forceinline__ Codes load(uint32 tile, uint32 half, const Place& place) {
+    Codes of;
+    of.codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+    const uint32 from = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
+                        + half * (kBlockScales / 16);
     if constexpr (kFormat == Format::kNvfp4) {
-      const uint2 scales = ptx::ld_shared_8(from);
-      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
-      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
-      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
-      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+      of.scales = ptx::ld_shared_8(from);
     } else {
-      const uint32 scales = ptx::ld_shared_4(from);
-      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
-      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
-      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
-      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+      of.scales.x = ptx::ld_shared_4(from);
     }
+    return of;
+  }
+  static __device__ __forceinline__ void decode(Fragments& a, const Codes& of) {
+    constexpr bool kSmall = kFormat == Format::kNvfp4;  // a block is a product's columns, else half of them
+    const uint32 later = kSmall ? of.scales.y : of.scales.x;
+    decode_weight<In>(a[0], of.codes.x, decode_scales<In>(of.scales.x, false));
+    decode_weight<In>(a[1], of.codes.y, decode_scales<In>(of.scales.x, kSmall));
+    decode_weight<In>(a[2], of.codes.z, decode_scales<In>(later, !kSmall));
+    decode_weight<In>(a[3], of.codes.w, decode_scales<In>(later, true));
+  }
+  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+    decode(a, load(tile, half, place));
   }
 };
 
@@ -1038,10 +1043,12 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
     }
   }
 
-  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
+  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA; the
+  // CTAs that share a tile have the rank `peer` and those `step` after each other.
   template <int kPart>
-  static __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums,
-                                                     uint32 thread, Affine upper, Affine lower) {
+  static __device__ __forceinline__ void stage_total(uint32 part, uint32 step, uint32 peer, const float* shared_sums,
+                                                     uint32 to, Sums& sums, uint32 thread, Affine upper,
+                                                     Affine lower) {
     constexpr int kTeamSums = kTileM * 64;
     if (part == kPart) {
 #pragma unroll
@@ -1051,12 +1058,12 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
         for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
           const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums) + i * 512;
           if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
-          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
+          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth * step + peer));
         }
       }
       return stage<kPart>(to, sums, thread, upper, lower);
     }
-    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
+    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, step, peer, shared_sums, to, sums, thread, upper, lower);
   }
 };
 
@@ -1174,6 +1181,69 @@ __device__ __forceinline__ void write_parts(uint8 (&places)[2][kPlaceBytes], con
   }
 }
 
+// ---- gemm/wide_schedule ----------------------------------------------------
+// The tiles of a cluster, and the part of their columns that it takes.
+struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
+
+// Config: kTileM, the rows of x of a tile; kCluster CTAs with the same ones, each with kTileN rows of the weight of its
+// own, and kCommonN after these for all of them; kSplit CTAs with the same tile; kShared: whether a cluster takes one
+// tile only, to add up sums; kDivided; kBandM.
+template <class Config> class WideSchedule {
+ public:
+  uint32 tiles_m, tiles_n, steps;
+
+  __device__ __forceinline__ WideSchedule(int64 m, int64 n, int64 k)
+      : tiles_m(ceil_div(m, Config::kTileM)), tiles_n(ceil_div(n, kClusterN)),
+        steps(ceil_div(k, kTileCols)) {
+    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
+    if constexpr (Config::kShared) {
+      const uint32 part = kSplit == 1 ? 0 : ptx::cluster_rank() / kCluster;
+      begin_ = id * steps + steps * part / kSplit, end_ = id * steps + steps * (part + 1) / kSplit, next_ = tiles;
+    } else {
+      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
+      const uint32 divided = !Config::kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
+      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
+      begin_ = share_begin(id), end_ = share_begin(id + 1);
+    }
+  }
+  // The first step of a cluster's share, counted over all divided tiles
+  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
+    return divided_steps_ * cluster / ptx::clusters();
+  }
+  __device__ __forceinline__ bool take(Work& work) {
+    if (begin_ < end_) {
+      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
+      work = {tile, from - tile * steps, end_ - tile * steps};
+      end_ = from;
+      return true;
+    }
+    work = {next_, 0, steps};
+    next_ += ptx::clusters();
+    return work.tile < tiles_m * tiles_n;
+  }
+  // The first row of the weight in the tile that take() gives next; 0 if it gives none.
+  __device__ __forceinline__ int64 peek_row() const {
+    WideSchedule after = *this;
+    Work work;
+    return after.take(work) ? after.place(work.tile).y : 0;
+  }
+  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
+  __device__ __forceinline__ uint2 place(uint32 tile) const {
+    constexpr uint32 kBandM = Config::kBandM;
+    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
+    const uint32 high = min(kBandM, tiles_m - band * kBandM);
+    const uint32 rank = kCluster == 1 ? 0 : kSplit == 1 ? ptx::cluster_rank() : ptx::cluster_rank() % kCluster;
+    return {(band * kBandM + inside % high) * Config::kTileM, inside / high * kClusterN + rank * Config::kTileN};
+  }
+
+ private:
+  static constexpr int kCluster = Config::kCluster, kSplit = Config::kSplit;
+  static constexpr uint32 kClusterN = Config::kTileN * kCluster + Config::kCommonN;
+
+  uint64 divided_steps_;
+  uint32 next_, begin_, end_;
+};
+
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
@@ -1210,61 +1280,14 @@ static_assert(sizeof(Shared) == 226304, "the launch counts on it");
 
 enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 3 };  // the first: one of each warpgroup
 
-// ---- work ------------------------------------------------------------------
-struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
-
-class Schedule {
- public:
-  uint32 tiles_m, tiles_n, steps;
-
-  __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
-      : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
-    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
-    if constexpr (kSplit > 1) {
-      const uint32 rank = ptx::cluster_rank();
-      begin_ = id * steps + steps * rank / kSplit, end_ = id * steps + steps * (rank + 1) / kSplit, next_ = tiles;
-    } else {
-      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
-      const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
-      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
-      begin_ = share_begin(id), end_ = share_begin(id + 1);
-    }
-  }
-  // The first step of a cluster's share, counted over all divided tiles
-  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
-    return divided_steps_ * cluster / ptx::clusters();
-  }
-  __device__ __forceinline__ bool take(Work& work) {
-    if (begin_ < end_) {
-      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
-      work = {tile, from - tile * steps, end_ - tile * steps};
-      end_ = from;
-      return true;
-    }
-    work = {next_, 0, steps};
-    next_ += ptx::clusters();
-    return work.tile < tiles_m * tiles_n;
-  }
-  // The first row of the weight in the tile that take() gives next; 0 if it gives none.
-  __device__ __forceinline__ int64 peek_row() const {
-    Schedule after = *this;
-    Work work;
-    return after.take(work) ? after.place(work.tile).y : 0;
-  }
-  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
-  __device__ __forceinline__ uint2 place(uint32 tile) const {
-    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
-    const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
-    const uint32 row = (inside / high * kCluster + (kCluster == 1 ? 0 : ptx::cluster_rank())) * kTileN;
-    return {(band * kBandM + inside % high) * kTileM, row};
-  }
-
- private:
-  uint64 divided_steps_;
-  uint32 next_, begin_, end_;
-};
-
 // ---- warp roles ------------------------------------------------------------
+struct Config {
+  static constexpr int  kTileM = ::kTileM, kTileN = ::kTileN, kCluster = ::kCluster, kSplit = ::kSplit;
+  static constexpr int  kBandM = ::kBandM, kCommonN = 0;
+  static constexpr bool kShared = kSplit > 1, kDivided = ::kDivided;
+};
+using Schedule = WideSchedule<Config>;
+
 __device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
   const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
   Ring<kSlots> ring;
@@ -1372,7 +1395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
         }
         ptx::cluster_sync();
         uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
-        Results::stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
+        Results::stage_total<0>(part, 1, 0, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
         ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
         if (thread == 0 && part < kParts) to.store(part * kPartM, rows);
