@@ -736,24 +736,29 @@ template <typename In, typename Out, Format kFormat> struct PreparedWeight {
     if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
     return of;
   }
-  // Half `half` of the columns of a tile; each warp has 16 of its rows.
-  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
-    const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
-    const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
-                         + half * (kBlockScales / 16);
+  struct Codes { uint4 codes; uint2 scales; };  // of half the columns of a tile; each warp has 16 of its rows
+  static __device__ __forceinline__ Codes load(uint32 tile, uint32 half, const Place& place) {
+    Codes of;
+    of.codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+    const uint32 from = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
+                        + half * (kBlockScales / 16);
     if constexpr (kFormat == Format::kNvfp4) {
-      const uint2 scales = ptx::ld_shared_8(from);
-      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
-      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
-      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
-      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+      of.scales = ptx::ld_shared_8(from);
     } else {
-      const uint32 scales = ptx::ld_shared_4(from);
-      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
-      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
-      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
-      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+      of.scales.x = ptx::ld_shared_4(from);
     }
+    return of;
+  }
+  static __device__ __forceinline__ void decode(Fragments& a, const Codes& of) {
+    constexpr bool kSmall = kFormat == Format::kNvfp4;  // a block is a product's columns, else half of them
+    const uint32 later = kSmall ? of.scales.y : of.scales.x;
+    decode_weight<In>(a[0], of.codes.x, decode_scales<In>(of.scales.x, false));
+    decode_weight<In>(a[1], of.codes.y, decode_scales<In>(of.scales.x, kSmall));
+    decode_weight<In>(a[2], of.codes.z, decode_scales<In>(later, !kSmall));
+    decode_weight<In>(a[3], of.codes.w, decode_scales<In>(later, true));
+  }
+  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+    decode(a, load(tile, half, place));
   }
 };
 
