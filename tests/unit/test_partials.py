@@ -152,7 +152,8 @@ USES: dict[str, tuple[str, str]] = {
     "attention/blocks.cuh.j2": (
         "sm_80",
         REQUEST + "__global__ void run(const Operands& p, int* to) {\n  RowBlock<64, 16> block;\n"
-        "  if (block.find(p)) *to = block.rows(p) + Sight(p, block, 0, 16).some_first() + block.mask.bits(p, 0, 0);\n}\n",
+        "  if (!block.find(p)) return;\n"
+        "  *to = block.rows(p) + Sight(p, block, 0, 16).some_first() + block.mask.bits(p, 0, 0);\n}\n",
     ),
     "attention/rows.cuh.j2": (
         "sm_80",
