@@ -186,9 +186,14 @@ USES: dict[str, tuple[str, str]] = {
         "  const float factor = add_sink(p, 0, x[0], x[1]) * logit_scale(p, 1) * query_exponent(x[0]);\n"
         "  x[2] = output_factor(factor, output_scale(p, 1), x[1]), x[3] = row_lse(x[0], x[1]);\n}\n",
     ),
+    "attention/references.cuh.j2": (
+        "sm_80",
+        "__global__ void run(float* x) { *x = next_reference(RowScales<2>::ones().x[1][0], kNone); }\n",
+    ),
     "attention/request.cuh.j2": (
         "sm_80",
-        REQUEST + "__global__ void run(const Operands& p, TiledRequest<32, 8, 2>& r) { r.load(p, r.items(p)); }\n",
+        REQUEST + "__global__ void run(const Operands& p, TiledRequest<32, 8, 2>& r) {\n"
+        "  r.load(p, r.items(p) + column_of(3, inverse_of_page(p)));\n}\n",
     ),
     "experts/activation.cuh.j2": (
         "sm_80",
