@@ -178,6 +178,10 @@ USES: dict[str, tuple[str, str]] = {
         "sm_100a",
         "__global__ void run(uint32 (&pair)[4]) { decode(5, pair), pair[0] = decode_scales(multiply_add(1, 2, 3)); }\n",
     ),
+    "attention/columns.cuh.j2": (
+        "sm_80",
+        REQUEST + "__global__ void run(const Operands& p, int* to) { *to = column_of(3, inverse_of_page(p)); }\n",
+    ),
     "attention/products.cuh.j2": ("sm_90a", "__global__ void run(float (&d)[16]) { hold(d); }\n"),
     "attention/scales.cuh.j2": (
         "sm_80",
@@ -192,8 +196,7 @@ USES: dict[str, tuple[str, str]] = {
     ),
     "attention/request.cuh.j2": (
         "sm_80",
-        REQUEST + "__global__ void run(const Operands& p, TiledRequest<32, 8, 2>& r) {\n"
-        "  r.load(p, r.items(p) + column_of(3, inverse_of_page(p)));\n}\n",
+        REQUEST + "__global__ void run(const Operands& p, TiledRequest<32, 8, 2>& r) { r.load(p, r.items(p)); }\n",
     ),
     "experts/activation.cuh.j2": (
         "sm_80",
