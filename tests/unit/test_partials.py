@@ -21,7 +21,7 @@ TAKES = {
     f"attention/{name}.cuh.j2"
     for name in (
         *("byte_tile", "cluster_items", "combine", "expand", "half_tile", "items", "nvfp4_tile", "pages", "parts"),
-        *("queries", "team", "work"),
+        *("queries", "softmax", "team", "work"),
     )
 } | {"step/attention.cuh.j2"}
 """Those that still take names of the template that includes them. One that does not any more leaves the list."""
@@ -161,11 +161,6 @@ USES: dict[str, tuple[str, str]] = {
         "  RowQueries<bf16, f16, 128, 2, 128, false> held;\n  RowSoftmax<2, 64, 128> state;\n"
         "  RowScales<2> scales;\n  held.load(p, block, 1, 0, scales), held.get(1, 2, a), state.clear();\n"
         "  state.cap(1, x, scales), state.keep_above(x, scales.ones()), state.finish(p, block, 1);\n}\n",
-    ),
-    "attention/softmax.cuh.j2": (
-        "sm_80",
-        "using State = Softmax<2, 1, 8>;\n__global__ void run(State& state, State::Logits& x) {\n"
-        "  state.clear(), state.cap(1, x, RowScales<1>::ones()), state.to_exponents(x, RowScales<1>::ones());\n}\n",
     ),
     "attention/tiles.cuh.j2": (
         "sm_80",
