@@ -10,7 +10,8 @@ layers and experts in NVFP4, ``w4-kv4`` keys and values too, ``w4-kv4-head4`` th
 values by jitfp4's paged attention. What is in FP4 has the glue that the integration gives it: norms, rotations with
 the append, SwiGLU and sums in kernels of jitfp4. For ``bf16``, ``--glue compiled`` is torch's RMSNorm, and
 torch.compile for rotations, SwiGLU and the writing of pages; ``plain`` is transformers' own code. ``transformers`` is
-its own cache and attention with ``plain`` glue, in bf16, and is not among the variants by default.
+its own cache and attention with ``plain`` glue, in bf16, and is not among the variants by default. The others have
+layers of gated delta rules, and the norms of models that have such layers, in kernels of jitfp4.
 
 With ``--prefill``, ``model_prefill.csv`` has a line for each number of tokens of one request's prompt, which is read at
 once into an empty cache; its kernels are launched one by one.
@@ -246,6 +247,13 @@ def parts_of(call: Callable[[], None], ms: float, device: str) -> dict[str, obje
     return row
 
 
+def give_back(device: str) -> None:
+    """The GPU's memory of what is held no more."""
+    if device != "cpu":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def case(text: str) -> tuple[int, int]:
     """Requests and tokens of each."""
     batch, _, context = text.partition(":")
@@ -292,13 +300,11 @@ def main() -> None:
                     row = {"model": name, "variant": variant, "glue": options.glue} | line()
                     rows[file].append(row)
                     write_results(options.out / file, rows[file], origin)
-                    gc.collect()
+                    give_back(options.device)
                     text = " ".join(f"{key}={value}" for key, value in row.items())
                     print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
             del model
-            gc.collect()
-            if options.device != "cpu":
-                torch.cuda.empty_cache()
+            give_back(options.device)
     if left:
         print(f"{left} cases were not measured: {options.seconds} s had passed")
 

@@ -101,6 +101,9 @@ MODELS = {
     ),
     "gpt-oss-120b": Model("gpt_oss", "GptOss", transformers.GptOssConfig),
     "qwen3-next-80b-a3b": Model("qwen3_next", "Qwen3Next", transformers.Qwen3NextConfig),
+    "qwen3-next-32-layers": Model(  # of 48: so that it fits on an H200 in bf16, too
+        "qwen3_next", "Qwen3Next", lambda: transformers.Qwen3NextConfig(num_hidden_layers=32)
+    ),
     "tiny": Model(
         "qwen3",
         "Qwen3",
@@ -200,7 +203,7 @@ def build(config: Any, variant: str, device: str) -> Any:
         elif isinstance(module, ExpertsModule):
             fill_experts(module, device)
     fuse_siblings(model)
-    if hasattr(model.config, "linear_num_value_heads"):
+    if hasattr(model.config, "linear_num_value_heads") and not own:
         use_gated_delta_rule(model)
     if fp4:
         fuse_glue(model)
@@ -255,22 +258,12 @@ def glued(model: Model, plain: bool) -> Any:
         return nullcontext()
     modeling = model.module
     torch._dynamo.config.recompile_limit = 64  # sizes and strides of one row, of several, and of heads
-    turn, swiglu, centered, gated = (
-        torch.compile(function, dynamic=True, fullgraph=True)
-        for function in (modeling.apply_rotary_pos_emb, swiglu_of, centered_of, gated_of)
+    turn, swiglu = (
+        torch.compile(function, dynamic=True, fullgraph=True) for function in (modeling.apply_rotary_pos_emb, swiglu_of)
     )
     norm = getattr(modeling, f"{model.classes}RMSNorm")
     values: list[tuple[Any, str, Any]] = [(modeling, "apply_rotary_pos_emb", turn)]
-    if model.folder == "qwen3_next":
-        values += [
-            (norm, "forward", lambda m, x: centered(x, m.weight, m.eps)),
-            (
-                modeling.Qwen3NextRMSNormGated,
-                "forward",
-                lambda m, x, gate: gated(x, m.weight, gate, m.variance_epsilon),
-            ),
-        ]
-    else:
+    if model.folder != "qwen3_next":  # whose norms are jitfp4's in every variant
         values.append(
             (norm, "forward", lambda m, x: functional.rms_norm(x, x.shape[-1:], m.weight, m.variance_epsilon))
         )
@@ -278,17 +271,6 @@ def glued(model: Model, plain: bool) -> Any:
     if model.folder != "gpt_oss":  # whose MLP is its experts
         values.append((mlp, "forward", lambda m, x: m.down_proj(swiglu(m.gate_proj(x), m.up_proj(x)))))
     return patched(*values)
-
-
-def centered_of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm whose weights are what is added to 1."""
-    return (functional.rms_norm(x.float(), x.shape[-1:], None, eps) * (1.0 + weight.float())).to(x.dtype)
-
-
-def gated_of(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm before a gate."""
-    normal = weight * functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
-    return (normal * functional.silu(gate.float())).to(x.dtype)
 
 
 def swiglu_of(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

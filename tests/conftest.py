@@ -4,6 +4,7 @@ is a GPU, and what takes long runs as a sample unless ``--all`` is given.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -33,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.maxworkerrestart = "0"
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    gc.set_threshold(50_000, 20, 20)  # Python's 700, 10, 10 take a fifth of a run: tests and programs are many objects
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m: what they choose is sampled
@@ -47,6 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Tests live to the end: a garbage collection need not look at them."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

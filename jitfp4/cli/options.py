@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,36 @@ CacheDir = Annotated[
 ]
 
 
+def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell completes a list of names with, which commas separate."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+
+    return complete
+
+
+def _kernels() -> Iterable[str]:
+    """Families and their kernels."""
+    import jitfp4.families  # noqa: F401 - registers every kernel
+    from jitfp4.kernel import kernels
+
+    names = [kernel.name for kernel in kernels()]
+    return (*dict.fromkeys(name.split("/")[0] for name in names), *names)
+
+
+def _operations() -> Iterable[str]:
+    import jitfp4.families  # noqa: F401 - registers every operation
+    from jitfp4.operation import operations
+
+    return (operation.name for operation in operations())
+
+
+complete_arch, complete_archs = completing(lambda: ARCHS), completing(lambda: (*ARCHS, "all"))
+complete_kernels, complete_operation = completing(_kernels), completing(_operations)
+
+
 def _check_archs(text: str | None) -> str | None:
     """Refuse a wrong name before the command imports torch, which takes seconds."""
     if text is not None:
@@ -34,7 +65,11 @@ def _check_archs(text: str | None) -> str | None:
 ArchNames = Annotated[
     str | None,
     typer.Option(
-        "--arch", metavar="NAMES", callback=_check_archs, help=f"Comma-separated: {', '.join(ARCHS)}; or all."
+        "--arch",
+        metavar="NAMES",
+        callback=_check_archs,
+        autocompletion=complete_archs,
+        help=f"Comma-separated: {', '.join(ARCHS)}; or all.",
     ),
 ]
 
@@ -44,6 +79,7 @@ KernelNames = Annotated[
         "--kernel",
         "--family",
         metavar="NAMES",
+        autocompletion=completing(lambda: (*_kernels(), *_operations())),
         help="Comma-separated: kernels, families of them, or operations.",
     ),
 ]

@@ -44,7 +44,7 @@ def put_json(command: str, **members: object) -> None:
 
 
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns on stdout, numbers to the right. Lines are wrapped only on a terminal."""
+    """Aligned columns on stdout, numbers to the right. A terminal gets wrapped lines, but never within a word."""
     from rich.console import Console
     from rich.table import Table
 
@@ -55,8 +55,10 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in cells:
         table.add_row(*(visible(str(cell)) for cell in row))
-    width = None if sys.stdout.isatty() else 1000
-    Console(width=width, markup=False, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False)
+    words = console.measure(table, options=console.options.update(width=1000)).minimum
+    console.width = max(console.width, words)  # the terminal itself breaks lines that are longer
+    console.print(table)
 
 
 def put_facts(facts: Iterable[tuple[str, object]]) -> None:

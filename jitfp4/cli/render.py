@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jitfp4.cli.options import ArchNames, AsJson, examples, read_archs
+from jitfp4.cli.options import ArchNames, AsJson, complete_kernels, examples, read_archs
 from jitfp4.cli.output import plural, put, put_json, say
 from jitfp4.errors import ArgumentError
 
@@ -21,7 +21,10 @@ EXAMPLES = examples(
 
 
 def render(
-    kernel: Annotated[str | None, typer.Argument(metavar="KERNEL", help="A kernel, or a family of them.")] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Argument(metavar="KERNEL", autocompletion=complete_kernels, help="A kernel, or a family of them."),
+    ] = None,
     arch: ArchNames = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write files to DIR, not to stdout.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Print differences to the golden files.")] = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jitfp4.cli.options import AsJson, examples
+from jitfp4.cli.options import AsJson, complete_arch, examples
 from jitfp4.cli.output import plural, put, put_facts, put_json
 from jitfp4.errors import ArgumentError, SimError, SimParseError
 
@@ -47,7 +47,10 @@ def simulate(
     cluster: Annotated[str, typer.Option(help="CTAs of a cluster: X[,Y[,Z]].")] = "1",
     shared: Annotated[int, typer.Option(help="Dynamic shared memory in bytes.")] = 0,
     entry: Annotated[str | None, typer.Option(help="Name of the kernel, where the file has several.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Architecture; by default the target of the PTX.")] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(autocompletion=complete_arch, help="Architecture; by default the target of the PTX."),
+    ] = None,
     races: Annotated[bool, typer.Option(help="Look for races and missing fences.")] = True,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Run CTAs and warps in an order drawn from this number.")

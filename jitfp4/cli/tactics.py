@@ -13,7 +13,7 @@ import typer
 
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli.gpus import cuda_driver
-from jitfp4.cli.options import AsJson, CacheDir, configure, examples, split
+from jitfp4.cli.options import AsJson, CacheDir, complete_arch, complete_operation, configure, examples, split
 from jitfp4.cli.output import plural, put, put_json, put_table, say
 from jitfp4.config import read_config
 from jitfp4.errors import ArgumentError, UnsupportedArchError
@@ -51,12 +51,24 @@ def list_operations(as_json: AsJson = False) -> None:
 
 
 def tactics(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation that jitfp4 operations lists.")],
+    operation: Annotated[
+        str,
+        typer.Argument(
+            metavar="OPERATION",
+            autocompletion=complete_operation,
+            help="An operation that jitfp4 operations lists.",
+        ),
+    ],
     problem: Annotated[
         str | None, typer.Option(metavar="FIELDS", help="NAME=VALUE,...; other fields are those of a typical problem.")
     ] = None,
     arch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Architecture; by default that of this machine's GPU.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=complete_arch,
+            help="Architecture; by default that of this machine's GPU.",
+        ),
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Also list the tactics that cannot run it, with reasons.")] = False,
     file: Annotated[

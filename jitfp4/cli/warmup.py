@@ -23,6 +23,7 @@ from jitfp4.cli.options import (
     AsJson,
     CacheDir,
     KernelNames,
+    completing,
     configure,
     examples,
     read_archs,
@@ -33,6 +34,7 @@ from jitfp4.cli.options import (
 )
 from jitfp4.cli.output import plural, put, put_json, put_table, say
 from jitfp4.errors import ArgumentError
+from jitfp4.formats import DType
 
 if TYPE_CHECKING:
     from jitfp4.warmup import Outcome, Task
@@ -73,7 +75,9 @@ def warmup(
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Comma-separated: only kernels for activations of these dtypes, such as bf16."
+            metavar="NAMES",
+            autocompletion=completing(lambda: map(str, DType)),
+            help="Comma-separated: only kernels for activations of these dtypes, such as bf16.",
         ),
     ] = None,
     tactics: Annotated[

@@ -323,6 +323,10 @@ class Clocks:
         rows = [*warps.tolist(), *(self._row_alone(t) for t in rest.tolist())]
         self.known[:TRAVELS, rows, PREVIOUS] = 2
 
+    def is_previous_done(self, ids: Array) -> bool:
+        """Whether all of them are behind a griddepcontrol.wait, their own or another thread's."""
+        return bool((self.known[ORDERED, self.row[ids], PREVIOUS] == 2).all())
+
     def behind(self, layer: int, rows: Array, who: Array, time: Array) -> Array:
         """Whether accesses of this cluster, by threads or agents ``who`` at ``time``, are known in ``layer``."""
         known = self.known[layer]

@@ -37,7 +37,8 @@ class History:
         self.ranges: list[tuple[int, int, Cells]] = []
         self.places: dict[int, tuple[Cells, int]] = {}
         self.flags: dict[tuple[int, int], dict[tuple[int, int], Release]] = {}
-        self.first: str | None = None  # what griddepcontrol did first in this grid
+        self.waited: set[int] = set()  # CTAs of this grid in which a thread has waited for the grid before
+        self.early: set[int] = set()  # those that let the next one begin from a thread that is not behind a wait
         self.base = _FIRST_BATCH
         self.batches: list[_Batch] = []
         self.regions: list[Region] = []  # kept, so that neither their ids nor their memory come again
@@ -93,19 +94,16 @@ class History:
     def next_grid(self) -> None:
         """Begin a dependent launch: all accesses so far are those of the grid before it.
 
-        If that grid waited before it let this one begin, what lay before it is complete.
+        If a CTA of that grid waited before it let this one begin, what lay before it is complete.
         """
         for _, _, cells in self.ranges:
-            cells.belong_to(PREVIOUS_GRID, keep=self.first != "wait")
-        self.first = None
+            cells.belong_to(PREVIOUS_GRID, keep=not self.waited - self.early)
+        self.waited.clear()
+        self.early.clear()
         self.flags.clear()
         self.batches.clear()
         self.base = _FIRST_BATCH
         self.places.clear()
-
-    def control(self, *, waits: bool) -> None:
-        """Note that some thread waits for the grid before, or lets the next one begin."""
-        self.first = self.first or ("wait" if waits else "launch_dependents")
 
     def touched_before(self, data: Array) -> None:
         """Declare that the grid before this one reads and writes an array."""

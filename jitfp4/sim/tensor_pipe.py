@@ -2,8 +2,8 @@
 
 Work takes effect as late as the program allows: in order of issue, when no thread can run and no copy is pending.
 Shared memory is read then, so that overwriting an operand too early changes the result. Until then reading the tensor
-memory that queued work will write is an error. Arrivals of commits in other CTAs come last, the latest of them first:
-nothing orders the arrivals of two commits.
+memory that queued work will write is an error. Arrivals of commits in other CTAs come last, the latest first or,
+with a seed, in any order: nothing orders the arrivals of two commits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class TensorPipe:
     def advance(self) -> bool:
         if not self.queue and not self.abroad:
             return False
-        work = self.queue.popleft() if self.queue else self.abroad.pop()
+        order = self.machine.launch.order
+        latest = -1 if order is None or not self.abroad else int(order.integers(len(self.abroad)))
+        work = self.queue.popleft() if self.queue else self.abroad.pop(latest)
         now, self.machine.pc = self.machine.pc, work.pc
         with self.blame(work.thread):
             work.perform()

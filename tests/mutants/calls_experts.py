@@ -17,7 +17,7 @@ from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import forced_item_rows
 from tests.families.test_experts_route import EXPERTS, assert_routed, make_ids
 from tests.mutants.calls import few_sms
-from tests.support.experts import make_layer, make_routing, make_x
+from tests.support.experts import assert_layer, make_layer, make_routing, make_x
 from tests.support.routing import ROUTERS, make_logits
 
 
@@ -33,14 +33,16 @@ def route(ctas: int) -> None:
         assert_routed(make_ids(170, 8), None, EXPERTS, 16)
 
 
-def layer(tactic: NarrowTactic | StreamTactic | WideTactic, tokens: int, *, listed: bool = True) -> None:
+def layer(
+    tactic: NarrowTactic | StreamTactic | WideTactic, tokens: int, *, listed: bool = True, columns: int = 288
+) -> None:
     """A layer with more chunks than stages, and tiles, chunks and items that are not whole; some slots are skipped."""
     rows = getattr(tactic, "tile_m", 0) if listed else 0
     down: Any = CombineTactic(128) if isinstance(tactic, WideTactic) else tactic
     results = EXPERTS_RESULTS.forced(tactic) if isinstance(tactic, WideTactic) else nullcontext()
     with few_sms(), forced_item_rows(rows), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(down), results:
         ids, weights = make_routing(tokens, 2, 3, skipped=True)
-        jitfp4.fp4_experts(make_x(tokens, 288), make_layer(3, 288, 288), ids, weights)
+        assert_layer(make_layer(3, columns, columns), make_x(tokens, columns), ids, weights)
 
 
 def few(tactic: FewTactic) -> None:
@@ -48,4 +50,4 @@ def few(tactic: FewTactic) -> None:
     ids, weights = make_routing(1, 4, 4)
     ids[0, 1] = -1
     with EXPERTS_DOWN.forced(tactic):
-        jitfp4.fp4_experts(make_x(1, 96), make_layer(4, 96, 672), ids, weights)
+        assert_layer(make_layer(4, 96, 288), make_x(1, 96), ids, weights)

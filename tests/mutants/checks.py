@@ -2,63 +2,60 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from jitfp4.families.attention.kernels.decode_masked import MaskedDecodeTactic
+from jitfp4.families.attention.kernels.prefill_masked import MaskedPrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma_masked import MaskedWgmmaTactic
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
-from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
-from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
-from jitfp4.families.gemm.kernels.narrow import NarrowTactic
-from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gdn.kernels.prefill import PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import WgmmaTactic as WgmmaPrefillTactic
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
 from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.quantize.kernels.e4m3 import TACTICS as TABLE_TACTICS
-from jitfp4.formats import MXFP4, NVFP4
+from tests.families import test_attention_fp4_output as fp4_output
+from tests.families import test_attention_masks as attention_masks
 from tests.families import test_attention_wgmma as attention_wgmma
+from tests.families import test_conv as conv
 from tests.families import test_dequantize as dequantize
-from tests.families import test_fp4_blockscaled as blockscaled
 from tests.families import test_fp4_quantize as fp4
 from tests.families import test_fp4_quantize_table as table
 from tests.families import test_gdn_chunk as chunk
 from tests.families import test_gdn_kernel as gdn
+from tests.families import test_gdn_prefill as gdn_prefill
 from tests.families import test_grouped as grouped
 from tests.families import test_kv_append as append
 from tests.families import test_kv_dequantize as kv_read
 from tests.families import test_kv_quantize as kv_quantize
-from tests.families import test_mm_fp4 as mm_fp4
+from tests.families import test_norm_fp8 as norm_fp8
 from tests.families import test_prefill as prefill
 from tests.families import test_quantize as quantize
+from tests.families import test_rmsnorm as rmsnorm
+from tests.families import test_rope_append as rope_append
+from tests.families import test_step as step
+from tests.mutants.checks_experts import CHECKS_EXPERTS
+from tests.mutants.checks_gemm import CHECKS_GEMM
 from tests.mutants.runs import (
     BF16,
     F16,
     TILED,
-    Check,
+    Subject,
     chunk_steps,
     decode,
-    fp4_cases,
     full_rows,
     gates,
     gdn_steps,
     gdn_writes,
+    masks,
     norm_rows,
     on,
-    portable_races,
     prefill_cases,
-    products,
+    prompts,
+    rows,
     rows_by_warps,
     short_rows,
 )
-
-
-class Subject(NamedTuple):
-    """A kernel, by the name of its entry: that of every module that the first check runs."""
-
-    entry: str
-    checks: tuple[Check, ...]
-    archs: tuple[str, ...] = ("sm_90a", "sm_100a")
-
 
 _INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32))
 _CUTS = (WalkTactic(16, 2, 2, bulk_stores=True), WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True))
@@ -122,6 +119,11 @@ CHECKS: dict[str, Subject] = {
         "quantize_grouped", (on(grouped.test_masked_rows_are_quantized_and_no_others_touched),)
     ),
     "quantize, experts": Subject("quantize_grouped", (on(grouped.test_experts_apply_swiglu_first),)),
+    "norm, plain": Subject("norm_rmsnorm", rows(rmsnorm.check)),
+    "norm, rows in E4M3": Subject(
+        "norm_rows_fp8quant",
+        rows(norm_fp8.check),
+    ),
     "dequantize": Subject("quantize_dequantize", (lambda arch: dequantize.test_simulated_kernel(arch, TILED, BF16),)),
     "kv, rows": Subject("kv_quantize", (on(kv_quantize.test_rows, BF16), on(kv_quantize.test_paged_cache, "HND", 5))),
     "kv, slots": Subject(
@@ -149,6 +151,52 @@ CHECKS: dict[str, Subject] = {
         ),
     ),
     "kv, read rows": Subject("kv_dequantize", (on(kv_read.test_flat, F16),)),
+    "kv, rope append": Subject(
+        "kv_rope_append",
+        (
+            lambda arch: rope_append.test_simulated_kernel(rope_append.KINDS[0], arch),
+            lambda _: rope_append.test_a_position_outside_gives_nan_and_nothing_else_changes(True),
+        ),
+    ),
+    "kv, rope append of pairs": Subject(
+        "kv_rope_append", (lambda arch: rope_append.test_simulated_kernel(rope_append.KINDS[3], arch),)
+    ),
+    "conv, prompts": Subject(
+        "conv_causal",
+        (
+            on(lambda device: conv.test_ragged_prompts(device, BF16, 4, 72, True)),
+            on(conv.test_slots_that_are_none),
+            on(conv.test_large_sums),
+            on(conv.test_prompts_in_parts_are_whole_prompts),
+        ),
+    ),
+    "conv, tokens": Subject(
+        "conv_causal",
+        (
+            on(lambda device: conv.test_a_token_of_each(device, BF16, 4, 72, False)),
+            on(conv.test_rows_apart),
+            on(lambda device: conv.test_several_tokens_of_each(device, 3, True)),
+            on(lambda device: conv.test_drafted_tokens(device, True, False)),
+        ),
+    ),
+    "gdn, prefill": Subject(
+        "gdn_prefill",
+        (prompts(PrefillTactic(32, 2), 5, 0, 64, 67), prompts(PrefillTactic(32, 2), 130, seed=3)),
+    ),
+    "gdn, prefill on warpgroups": Subject(
+        "gdn_prefill_wgmma", (prompts(WgmmaPrefillTactic(64), 5, 0, 64, 67),), ("sm_90a",)
+    ),
+    "gdn, prefill products": Subject(
+        "gdn_prefill_products",
+        (lambda _: gdn_prefill.test_the_products_of_chunks(), prompts(WgmmaPrefillTactic(64), 67, head_dim=128)),
+        ("sm_90a",),
+    ),
+    "gdn, prefill in parts": Subject(
+        "gdn_prefill_parts", (prompts(WgmmaPrefillTactic(64, divided=True), 530, 3),), ("sm_90a",)
+    ),
+    "gdn, prefill joined": Subject(
+        "gdn_prefill_join", (prompts(WgmmaPrefillTactic(64, divided=True), 530, 3),), ("sm_90a",)
+    ),
     "gdn, one token": Subject(
         "gdn_delta_rule",
         (
@@ -203,69 +251,20 @@ CHECKS: dict[str, Subject] = {
     "prefill, wgmma": Subject(
         "attention_prefill_wgmma", prefill_cases(attention_wgmma, "scattered", "ragged"), ("sm_90a",)
     ),
-    "gemm, narrow": Subject(
-        "gemm_narrow",
-        (
-            *products(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160)),
-            *products(NarrowTactic(8, 2, 2, 2, 2, 1, split=5), (5, 72, 672))[:1],
-        ),
+    "attention, masked": Subject(
+        "attention_decode_masked", masks(attention_masks.FEW, MaskedDecodeTactic(2, 2, 1), with_sinks=True)
     ),
-    "gemm, narrow split": Subject(
-        "gemm_narrow",
-        products(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4),
+    "attention, NVFP4 output": Subject(
+        "attention_quantize", (on(lambda device: fp4_output.test_given_and_allocated(torch.uint8, device)),)
     ),
-    "gemm, wide split": Subject(
-        "gemm_wide", products(WideTactic(64, 1, 2, 2), (70, 72, 416), (40, 200, 1536)), ("sm_90a",)
+    "prefill, masked": Subject(
+        "attention_prefill_masked", masks(attention_masks.MANY, MaskedPrefillTactic(4, 16, 64, 2), with_sinks=True)
     ),
-    "gemm, wide divided": Subject(
-        "gemm_wide",
-        products(WideTactic(64, 2, divided=True), (70, 136, 416), (70, 264, 1536), (300, 520, 160), block_format=MXFP4),
+    "prefill, wgmma masked": Subject(
+        "attention_prefill_wgmma_masked",
+        masks(attention_masks.MANY, MaskedWgmmaTactic(2, 1, 64), cache=torch.float8_e4m3fn, window_left=25),
         ("sm_90a",),
     ),
-    "gemm, wide cluster": Subject(
-        "gemm_wide",
-        products(WideTactic(64, 2, cluster=2), (130, 520, 160), (70, 264, 1536), (1100, 264, 160)),
-        ("sm_90a",),
-    ),
-    "mm_fp4, portable": Subject(
-        "gemm_portable",
-        (
-            on(lambda device: mm_fp4.test_formats_layouts_and_dtypes(device, NVFP4, TILED, BF16)),
-            on(mm_fp4.test_every_e4m3_scale),
-            on(mm_fp4.test_strides),
-            portable_races,
-        ),
-        ("sm_80", "sm_120a"),
-    ),
-    "mm_fp4, K = 64": Subject(
-        "gemm_blockscaled",
-        fp4_cases(blockscaled.K64_CASES[0], (K64Tactic(64, 1, 2), 1, 1050, 72, 64, NVFP4, BF16)),
-        ("sm_100a",),
-    ),
-    "mm_fp4, K = 64 in pairs": Subject(
-        "gemm_blockscaled",
-        fp4_cases(blockscaled.K64_CASES[4], (K64Tactic(64, 2, 2), 2, 2600, 72, 64, MXFP4, BF16)),
-        ("sm_100a",),
-    ),
-    "mm_fp4, K = 64 in clusters": Subject(
-        "gemm_blockscaled",
-        fp4_cases(
-            (K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 4, 330, 328, 576, NVFP4, BF16),
-            (K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 4, 1300, 136, 64, NVFP4, BF16),
-        ),
-        ("sm_100a",),
-    ),
-    "mm_fp4, K = 64 split": Subject(
-        "gemm_blockscaled",
-        fp4_cases(
-            (K64Tactic(64, 1, 2, swap_ab=True, split=4), 4, 61, 392, 1216, NVFP4, BF16),
-            (K64Tactic(64, 1, 2, swap_ab=True, split=4), 4, 100, 1304, 1024, NVFP4, BF16),
-        ),
-        ("sm_100a",),
-    ),
-    "mm_fp4, K = 96": Subject(
-        "gemm_blockscaled_k96",
-        fp4_cases(blockscaled.K96_CASES[0], (K96Tactic(64, 1, 2, 2), 1, 1050, 72, 64, NVFP4, BF16)),
-        ("sm_103a",),
-    ),
+    "decode step": Subject("step_decode", (lambda _: step.test_simulated(races=False),), ("sm_90a",)),
 }
+CHECKS |= CHECKS_GEMM | CHECKS_EXPERTS

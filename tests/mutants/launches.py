@@ -187,7 +187,7 @@ KERNELS: dict[str, Launch] = {
     "mm_fp8, expanded": Launch(
         "gemm_expanded_fp8", lambda: gemm.expanded_fp8(ExpandedTactic(128, 1), 300, 136, 160), HOPPER
     ),
-    "mm_fp8, wgmma": Launch("gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(64), 40, 72, 416), HOPPER),
+    "mm_fp8, wgmma": Launch("gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(64), 130, 72, 672), HOPPER),
     "mm_fp8, divided": Launch(
         "gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(128, divided=True), 130, 264, 416), HOPPER
     ),
@@ -215,13 +215,16 @@ KERNELS: dict[str, Launch] = {
     "experts, combine": Launch("experts_combine", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER),
     "experts, wide up": Launch("experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER),
     "experts, wide up in a cluster": Launch(
-        "experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40), HOPPER
+        "experts_wide_up", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, columns=384), HOPPER
     ),
     "experts, wide down": Launch(
         "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2), tokens=40), HOPPER
     ),
+    "experts, wide down of few stages": Launch(
+        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(256, 64, 2), tokens=11, columns=416), HOPPER
+    ),
     "experts, wide down in a cluster": Launch(
-        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40), HOPPER
+        "experts_wide_down", lambda: experts.layer(ManyRowsTactic(32, 16, 2, 2), tokens=40, columns=384), HOPPER
     ),
 }
 

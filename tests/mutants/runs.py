@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -14,28 +15,42 @@ import torch
 from jitfp4 import SfLayout, sim
 from jitfp4.arch import Arch
 from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.decode_masked import MaskedDecodeTactic
+from jitfp4.families.attention.kernels.prefill_masked import MaskedPrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma_masked import MaskedWgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gdn import gated_delta_rule_mtp
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
+from jitfp4.families.gdn.kernels.prefill import PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import WgmmaTactic as WgmmaPrefillTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.kernels import wide
+from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
 from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.formats import NVFP4
+from jitfp4.operation import Operation
 from tests.families import test_attention as attention
+from tests.families import test_attention_masks as attention_masks
 from tests.families import test_fp4_blockscaled as blockscaled
 from tests.families import test_gdn_chunk as chunk
 from tests.families import test_gdn_kernel as gdn
+from tests.families import test_gdn_prefill as gdn_prefill
+from tests.families import test_gemm_fp8 as gemm_fp8
+from tests.families import test_mm_fp4_wide as mm_fp4_wide
 from tests.families import test_norm_kernel as norm
 from tests.mutants.calls import attention_case
-from tests.support.attention import SCATTERED
+from tests.support.attention import SCATTERED, Case
 from tests.support.compare import poisoned
 from tests.support.gdn import assert_close, case, check_other_writes, recurrence
 from tests.support.gemm import assert_fp4_product, assert_product, assert_weights_come_back
@@ -43,6 +58,16 @@ from tests.support.norm import check, rows_of_all_kinds
 
 Check = Callable[[str], None]
 """Takes the name of an architecture, and raises where a result is wrong."""
+
+
+class Subject(NamedTuple):
+    """A kernel, by the name of its entry: that of every module that the first check runs."""
+
+    entry: str
+    checks: tuple[Check, ...]
+    archs: tuple[str, ...] = ("sm_90a", "sm_100a")
+
+
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 TILED, LINEAR = SfLayout.layout_128x4, SfLayout.layout_linear
 
@@ -57,6 +82,18 @@ def on(test: Callable[..., None], *args: Any) -> Check:
     return run
 
 
+def forced(check: Check, *choices: tuple[Operation[Any], Any]) -> Check:
+    """A check with tactics that the tables would not choose."""
+
+    def run(arch: str) -> None:
+        with ExitStack() as stack:
+            for operation, tactic in choices:
+                stack.enter_context(operation.forced(tactic))
+            check(arch)
+
+    return run
+
+
 def norm_rows(tactic: Tactic | RowsTactic, h: int) -> tuple[Check, ...]:
     def one(m: int, h: int, layout: str, scale: float | None = 3.0) -> Check:
         def run(arch: str) -> None:
@@ -67,6 +104,11 @@ def norm_rows(tactic: Tactic | RowsTactic, h: int) -> tuple[Check, ...]:
         return run
 
     return one(6, h, "both"), one(20 if h < 9000 else 9, h, "both"), one(3, h - 80, "128x4", None), one(131, 80, "both")
+
+
+def rows(check: Callable[[torch.Tensor, str], None]) -> tuple[Check, ...]:
+    """A test of rows, which others than full ones begin."""
+    return tuple(on(check, rows_of_all_kinds(m, h, F16)) for m, h in ((3, 80), (5, 128), (7, 64)))
 
 
 def full_rows(tactic: Tactic | RowsTactic, h: int, *layouts: str) -> Check:
@@ -137,6 +179,18 @@ def chunk_steps(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
     return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, 64, BF16, F32), tactic, options)
 
 
+def prompts(tactic: PrefillTactic | WgmmaPrefillTactic, *lengths: int, head_dim: int = 64, **options: Any) -> Check:
+    """Whole prompts by the delta rule; of long ones something is left at their end."""
+
+    def run(arch: str) -> None:
+        given = gdn_prefill.case(lengths, (1, 1, 2), (head_dim, head_dim), **options)
+        given["g"] = 1.0 - (0.3 if max(lengths) < 256 else 0.01) * (1.0 - given["g"])
+        with sim.device(arch), GATED_DELTA_RULE_PREFILL.forced(tactic):
+            gdn_prefill.check(given, "cpu")
+
+    return run
+
+
 def attend(tactic: DecodeTactic, sms: int = 2, **options: Any) -> Check:
     def run(arch: str) -> None:
         one = attention_case(**options)
@@ -157,6 +211,23 @@ def decode(**cache: Any) -> tuple[Check, ...]:
         attend(tactic, 5, lengths=(390, 20), kv_heads=1, steep=8.0, **cache),
         attend(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5}),
     )
+
+
+def masks(
+    sizes: dict[str, Any], tactic: MaskedDecodeTactic | MaskedPrefillTactic | MaskedWgmmaTactic, **cache: Any
+) -> tuple[Check, ...]:
+    """A tree of drafted tokens, and a mask of any form."""
+
+    def one(make: Callable[..., Any], call: Callable[[Any], Any]) -> Check:
+        def run(arch: str) -> None:
+            case = Case(**sizes | cache, masks=make(sizes))
+            with sim.device(replace(Arch.of(arch), num_sms=2)), ATTENTION.forced(tactic):
+                case.check(call(case), attention_masks.BOUND)
+
+        return run
+
+    tree = one(attention_masks.tree, lambda case: case.run(**attention_masks.drafts(case)))
+    return tree, one(attention_masks.scattered, attention_masks.planned)
 
 
 def prefill_cases(tests: Any, *names: str) -> tuple[Check, ...]:
@@ -187,6 +258,20 @@ def fp4_cases(*cases: Any) -> tuple[Check, ...]:
         return lambda arch: blockscaled.assert_product(tactic, replace(Arch.of(arch), num_sms=sms), *rest)
 
     return tuple(one(*case) for case in cases)
+
+
+def fp8_products(tactic: Fp8Tactic | ExpandedTactic, *sizes: tuple[int, int, int]) -> tuple[Check, ...]:
+    """Each weight by itself, and products of whole numbers and of random ones."""
+
+    def one(test: Callable[..., object], *args: Any) -> Check:
+        return forced(on(lambda device: test(*args, NVFP4, device=device)), (MM_FP8_FP4, tactic))
+
+    return (*(one(gemm_fp8.assert_close, *size) for size in sizes), one(gemm_fp8.assert_weights_come_back, 72, 288))
+
+
+def wide_fp4_cases(number: int) -> tuple[Check, ...]:
+    """A case of test_mm_fp4_wide.py."""
+    return (on(mm_fp4_wide.test_cuts_formats_and_layouts, *mm_fp4_wide.CASES[number]),)
 
 
 def products(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:

@@ -18,7 +18,8 @@ from jitfp4.sim.api import load
 from jitfp4.sim.program import Program
 from tests.mutants.arithmetic import Mutant, mutants
 from tests.mutants.campaign import ENDLESS
-from tests.mutants.checks import CHECKS, Check
+from tests.mutants.checks import CHECKS
+from tests.mutants.runs import Check
 
 SURVIVORS = Path(__file__).with_name("survivors_arithmetic.csv")
 

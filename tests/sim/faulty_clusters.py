@@ -148,25 +148,25 @@ CLUSTERS = [
         extra={"END": 'asm volatile("PIECE; barrier.cluster.wait.acquire.aligned;" ::: "memory");'},
     ),
     Case(
-        name="CTA that ends before a commit of its neighbour has arrived",
+        name="CTA that ends before commits of its neighbour have arrived",
         section=_LIFETIME + "; tcgen05.commit: .multicast::cluster",
         source="""
         extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
-          __shared__ __align__(8) uint64 done; const int t = threadIdx.x;
-          if (t == 0) init(&done, 1);
+          __shared__ __align__(8) uint64 done[2]; const int t = threadIdx.x;
+          if (t == 0) init(done, 1), init(done + 1, 1);
           cluster_sync();
           if (cluster_rank() == 0) {
-            if (t == 0)
+            for (int i = 0; i < 2 && t == 0; ++i)
               asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64"
-                           " [%0], %1;" ::"r"(address(&done)), "h"((unsigned short)3) : "memory");
-            wait(&done, 0);
+                           " [%0], %1;" ::"r"(address(done + i)), "h"((unsigned short)3) : "memory");
+            wait(done, 0), wait(done + 1, 0);
           }
           if (cluster_rank() == 1) { PIECE }
           y[64 * blockIdx.x + t] = x[t];
           cluster_sync();
         }
         """,
-        right="wait(&done, 0);",
+        right="wait(done, 0), wait(done + 1, 0);",
         message="CTA has exited",
         ends=False,
         arch="sm_100a",

@@ -79,16 +79,29 @@ def test_a_grid_that_does_not_wait_leaves_the_one_before_it_running() -> None:
         step(chain, (w, y, other), "int seen = x[t]", WAIT)
 
 
-LATER = STEP.replace("  WAIT;\n", "").replace("  asm", "  WAIT;\n  asm")  # it waits before it lets others begin
+def before_others(wait: str) -> str:
+    """A kernel that waits before some thread of it lets others begin."""
+    return (
+        STEP.replace("  WAIT;\n", "").replace("  asm", f"  {wait}; if (t >= 32) asm").replace("y[t]", "WAIT;\n  y[t]")
+    )
 
 
-@pytest.mark.parametrize("source", [STEP, LATER], ids=["lets others begin", "waits"])
-def test_what_lies_before_the_grid_before_is_complete_if_that_one_waits_first(source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "complete"),
+    [
+        (STEP, False),
+        (before_others("WAIT"), True),
+        (before_others("if (t < 32) WAIT"), False),  # another warp is no help
+        (before_others("if (t < 32) WAIT; __syncthreads()"), True),
+    ],
+    ids=["lets others begin", "waits", "another warp waits", "waits for another warp"],
+)
+def test_what_lies_before_the_grid_before_is_complete_if_that_one_waits_first(source: str, complete: bool) -> None:
     w, x, y, z = arrays()
     chain = sim.Chain(constant=[w])
     step(chain, (w, x, y))
     step(chain, (w, x, z), source=source)
-    with nullcontext() if source is LATER else pytest.raises(SimRaceError, match="the grid before this one"):
+    with nullcontext() if complete else pytest.raises(SimRaceError, match="the grid before this one"):
         step(chain, (w, y, np.zeros(64, np.int32)), "int seen = x[t]")
 
 

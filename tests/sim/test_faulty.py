@@ -41,3 +41,12 @@ def test_the_correct_twin_passes(case: Case, seed: int | None) -> None:
             continue
         assert not isinstance(got, np.ndarray) or not np.isnan(got.astype(float)).any()
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("piece", ["wait(done, 0);", "wait(done + 1, 0);"])
+def test_two_commits_reach_another_cta_in_any_order(piece: str) -> None:
+    """To wait for one of them is not enough, whichever it is: some order shows it."""
+    (case,) = (case for case in CLUSTERS if "commits" in case.name)
+    with pytest.raises(SimError, match=case.message):
+        for seed in (None, 1, 2, 3, 4):
+            run(case, piece, races=True, seed=seed)

@@ -16,7 +16,7 @@ HEAD = """# Command line
 
 Data goes to stdout, messages to stderr. `--json` prints one JSON document instead of text, and `--help` what stands
 here. An error of jitfp4 or of the file system is a message and exit status 2. `jitfp4 --install-completion` completes
-names in shells.
+options and their values, such as architectures, kernels and operations, in shells.
 """
 
 

@@ -31,6 +31,13 @@ COMMON = {
     "initializer_range": 0.08,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON),
@@ -39,15 +46,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
     ),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        **COMMON,
-        **EXPERTS,
-        shared_expert_intermediate_size=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        layer_types=["linear_attention", "full_attention"],
+        **COMMON, **EXPERTS, **DELTA_NET, shared_expert_intermediate_size=64
     ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**COMMON, **DELTA_NET),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**COMMON, "num_key_value_heads": 4, "head_dim": 32},
         n_routed_experts=8,

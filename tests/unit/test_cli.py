@@ -36,6 +36,27 @@ def test_every_command_has_help_with_an_example_and_speaks_json(command: tuple[s
     assert "--json" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("warmup --arch sm_8", ["sm_80", "sm_89"]),
+        ("warmup --arch sm_90a,sm_8", ["sm_90a,sm_80", "sm_90a,sm_89"]),
+        ("warmup --kernel quantize/t", ["quantize/tma"]),
+        ("warmup --family gdn,mm_bf", ["gdn,mm_bf16_fp4"]),
+        ("warmup --dtype f16,b", ["f16,bf16"]),
+        ("render quantize/t", ["quantize/tma"]),
+        ("tactics mm_bf", ["mm_bf16_fp4"]),
+        ("tactics quantize --arch sm_9", ["sm_90a"]),
+        ("sim kernel.ptx --arch sm_9", ["sm_90a"]),
+        ("cache ls --sort u", ["used"]),
+    ],
+)
+def test_a_shell_completes_values(line: str, wanted: list[str]) -> None:
+    asked = {"COMP_WORDS": f"jitfp4 {line}", "COMP_CWORD": str(len(line.split()))}
+    found = CliRunner().invoke(app, [], env={"_JITFP4_COMPLETE": "complete_bash"} | asked, prog_name="jitfp4")
+    assert found.stdout.split() == wanted
+
+
 def test_without_a_command_it_prints_help() -> None:
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 2
@@ -156,3 +177,15 @@ def test_a_table_in_a_pipe_is_not_cut_off(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [["name", "count"], ["x" * 300, "5"], ["[red]", "12345"]]
     assert lines[1].endswith("    5")
+
+
+def test_a_table_on_a_narrow_terminal_has_whole_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"family/kernel_{number}[in_dtype=bf16]" for number in range(4)]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    output.put_table(["name", "kernels", "count"], [["operation_with_a_long_name", ", ".join(names), 5]])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5, "a name a line"
+    assert all(name in line for name, line in zip(names, lines[1:], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import pytest
 
@@ -67,6 +68,16 @@ def test_impossible_fields_are_refused(change: dict[str, object]) -> None:
         kernel.spec.from_fields(good | change)
     with pytest.raises(ArgumentError, match="spec"):
         kernel.spec.from_fields({})
+
+
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
+def test_a_file_names_no_spec_that_no_problem_gives(kernel: AnyKernel) -> None:
+    """Plans, records and tactics files: a template or the compiler might never end with such a number."""
+    good = next(spec for arch in ARCHS.values() for spec in kernel.specs(arch)).fields()
+    assert kernel.read_spec(good).fields() == good
+    for name, wrong in product(good, (-1, 1 << 31, 10**30, "x", None, [], {})):
+        with pytest.raises(ArgumentError, match="spec"):
+            kernel.read_spec(good | {name: wrong})
 
 
 def test_registry_finds_by_name_and_by_folder() -> None:

@@ -1,8 +1,9 @@
-"""What the launches of both kernels have in common: parameters and their values, limits, the grid."""
+"""What the launches of the kernels for a few tokens have in common: parameters, their values, the grid; and limits."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from jitfp4.kernel import Plan
 from jitfp4.layouts import ceil_div
 from jitfp4.spec import F32, I64, MAX_GRID_YZ, WARP, Geometry, Param, Ptr
 
+ProblemT = TypeVar("ProblemT")
+TacticT = TypeVar("TacticT")
 BIAS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 PARAMS: tuple[Param, ...] = (
@@ -172,7 +175,20 @@ def bound(problem: Problem, bounds: tuple[int, ...]) -> int:
     return next(most for most in bounds if problem.tokens <= most)
 
 
-def too_large(spec: StateSpec, arch: Arch) -> str | None:
-    """Why a CTA does not fit on an SM."""
+class Sized(Protocol):
+    """A spec of CTAs that take so many bytes of shared memory."""
+
+    @property
+    def shared_bytes(self) -> int: ...
+
+
+def refused(
+    specialise: Callable[[ProblemT, TacticT], Sized], problem: ProblemT, tactic: TacticT, arch: Arch
+) -> str | None:
+    """Why a tactic's specialisation cannot be, or its CTA does not fit on an SM."""
+    try:
+        spec = specialise(problem, tactic)
+    except ArgumentError as error:
+        return str(error)
     fits = spec.shared_bytes <= arch.shared_bytes
     return None if fits else f"it needs {spec.shared_bytes} bytes of shared memory"

@@ -65,8 +65,7 @@ TABLE = Table(
         ),
         *_rows(
             (4, 64, WalkTactic(32, 1, 8)),
-            (2, 256, WalkTactic(64, 4, 4)),
-            (2, 512, WalkTactic(64, 2, 8)),
+            (2, 512, WalkTactic(64, 4, 4)),
             (2, 1024, WalkTactic(32, 2, 4, ahead=32)),
             (2, None, WalkTactic(16, 2, 2)),
             (16, 64, ChunkTactic(4)),
@@ -88,7 +87,7 @@ TABLE = Table(
             (4, 64, WalkTactic(32, 1, 8)),
             (16, 64, ChunkTactic(4)),
             (2, None, WalkTactic(32, 4, 2)),
-            (16, 128, ChunkTactic(8)),
+            (16, 512, ChunkTactic(8)),
             (16, None, ChunkTactic(4)),
             state_dtype=DType.BF16,
             store_steps=False,

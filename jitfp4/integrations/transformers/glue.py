@@ -56,7 +56,7 @@ def fuse_glue(model: nn.Module) -> int:
         if kind is _Norm:  # read from a file, it may begin anywhere
             module.weight = nn.Parameter(aligned(module.weight.data), requires_grad=False)
         own: Any = type(module)
-        module.__class__ = _derived(kind, own)
+        module.__class__ = derived(kind, own)
         count += 1
     return count
 
@@ -83,7 +83,8 @@ def needed(module: nn.Module, config: Any, dtype: torch.dtype, max_tokens: int) 
 
 
 @functools.cache
-def _derived(kind: Any, base: Any) -> Any:
+def derived(kind: Any, base: Any) -> Any:
+    """The class ``base`` with the methods of ``kind`` before its own."""
     return type(base.__name__, (kind, base), {"__module__": base.__module__})
 
 
@@ -246,4 +247,4 @@ _KINDS: dict[str, Any] = {
     f"{family}{name}": kind
     for family in _FAMILIES
     for name, kind in {"RMSNorm": _Norm, "TopKRouter": _Router, "Attention": _Attention, "DecoderLayer": _Layer}.items()
-}
+} | dict.fromkeys(("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter"), _Router)

@@ -21,6 +21,7 @@ from jitfp4.integrations.experts import ExpertsModule, Shape, stacked
 from jitfp4.integrations.layers import Expected, Fp4Linear, fuse, prepared, quantized
 from jitfp4.integrations.swiglu import SwiGlu, swiglu_of
 from jitfp4.integrations.transformers.config import METHOD, Jitfp4Config
+from jitfp4.integrations.transformers.delta_rule import fuse_delta_nets
 from jitfp4.integrations.transformers.experts import shape_of
 from jitfp4.integrations.transformers.glue import fuse_glue
 
@@ -154,6 +155,7 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         if config.fuse:
             fuse_siblings(model)
             fuse_glue(model)
+            fuse_delta_nets(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -20,6 +20,7 @@ from jitfp4.integrations.kernels import (
 from jitfp4.integrations.layers import Fp4Linear
 from jitfp4.integrations.transformers.attention import NAME
 from jitfp4.integrations.transformers.cache import PAGE, Nvfp4Cache, Nvfp4Layer
+from jitfp4.integrations.transformers.delta_rule import needed as needed_by_delta_nets
 from jitfp4.integrations.transformers.glue import needed
 
 
@@ -44,6 +45,8 @@ def load_kernels(model: Any, *, requests: int, max_cache_len: int, max_tokens: i
             load_experts(module.experts, dtype, slots, max_tokens)
         elif (glue := needed(module, config, dtype, max_tokens)) is not None:
             load_growing(*glue, like=next(module.parameters()))
+        for hybrid in needed_by_delta_nets(module, dtype, config.num_attention_heads, requests, max_tokens):
+            load_growing(*hybrid, like=next(module.parameters()))
     if config._attn_implementation != NAME:
         return
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -8,7 +8,8 @@ vLLM calls register() in each of its processes, through the entry point ``jitfp4
   ``modelopt_fp4``, ``gpt_oss_mxfp4``) keeps vLLM's own kernels.
 - The product of an MLP's gates and ups applies SiluAndMul itself, where no LoRA adapters are enabled.
 - ``--attention-backend CUSTOM`` is jitfp4's, with ``--kv-cache-dtype nvfp4`` or ``auto``.
-- RMSNorm of models whose FP4 layers it runs is jitfp4's, where it is not compiled with the rest by torch.compile.
+- RMSNorm of models whose FP4 layers it runs is jitfp4's, where it is not compiled with the rest by torch.compile; so
+  are their layers of gated delta rules, and the gated norms behind these.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ _log = logging.getLogger("jitfp4.integrations.vllm")
 def register() -> None:
     """Register quantization configs, the attention backend and norms with vLLM; a second call changes nothing.
 
-    Another plugin's backend for CUSTOM and its RMSNorm are left in place, with a warning.
+    Another plugin's backend for CUSTOM and its layers are left in place, with a warning.
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from jitfp4.integrations.vllm.hybrids import register_hybrids
     from jitfp4.integrations.vllm.norms import register_norms
     from jitfp4.integrations.vllm.quantization import CONFIGS
     from jitfp4.integrations.vllm.swiglu import register_swiglu
 
     register_norms()
+    register_hybrids()
     register_swiglu()
     for name, config in CONFIGS.items():
         register_quantization_config(name)(config)

@@ -165,8 +165,11 @@ def _griddepcontrol(d: Decode) -> Step:
     def run(m: Machine, lanes: Lanes) -> None:
         if m.races is None:
             return
+        clocks, history, ctas = m.races.clocks, m.races.history, set((m.first + m.cta[lanes.ids]).tolist())
         if waits:
-            m.races.clocks.previous_done(lanes.ids)
-        m.races.history.control(waits=waits)
+            clocks.previous_done(lanes.ids)
+            history.waited |= ctas
+        elif not clocks.is_previous_done(lanes.ids):
+            history.early |= ctas
 
     return run

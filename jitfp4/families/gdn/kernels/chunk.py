@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from jitfp4.arch import Arch
-from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.launches import PARAMS, bind, bound, grid, require, require_dims, require_grain, too_large
+from jitfp4.families.gdn.launches import PARAMS, bind, bound, grid, refused, require, require_dims, require_grain
 from jitfp4.families.gdn.problem import CHUNK_ROWS, MAX_CHUNK, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel
@@ -76,11 +75,7 @@ def rejects(problem: Problem, tactic: ChunkTactic, arch: Arch) -> str | None:
         return "it takes [V, K] states, and does not store the states of steps"
     if not arch.has_tma and tactic.ahead:
         return "the GPU has no copy engine"
-    try:
-        spec = specialise(problem, tactic)
-    except ArgumentError as error:
-        return str(error)
-    return too_large(spec, arch)
+    return refused(specialise, problem, tactic, arch)
 
 
 def geometry(problem: Problem, tactic: ChunkTactic, _arch: Arch) -> Geometry:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.launches import PARAMS, bind, bound, grid, require, require_dims, require_grain, too_large
+from jitfp4.families.gdn.launches import PARAMS, bind, bound, grid, refused, require, require_dims, require_grain
 from jitfp4.families.gdn.problem import MAX_TOKENS, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel
@@ -145,11 +145,7 @@ def rejects(problem: Problem, tactic: WalkTactic, arch: Arch) -> str | None:
         return "the GPU has no copy engine"
     if tactic.bulk_stores and problem.step_slots:
         return "bulk stores keep no order, and slots may coincide"
-    try:
-        spec = specialise(problem, tactic)
-    except ArgumentError as error:
-        return str(error)
-    return too_large(spec, arch)
+    return refused(specialise, problem, tactic, arch)
 
 
 def geometry(problem: Problem, tactic: WalkTactic, arch: Arch) -> Geometry:

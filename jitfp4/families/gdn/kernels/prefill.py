@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
+from jitfp4.families.gdn.launches import refused
 from jitfp4.families.gdn.prefill_arguments import CHUNK, PRODUCTS_BYTES, PrefillProblem
 from jitfp4.families.gdn.prefill_parameters import BEFORE, PARAMETERS, bind, scratch
 from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
@@ -65,12 +66,7 @@ def _specialise(problem: PrefillProblem, tactic: PrefillTactic) -> PrefillSpec:
 
 
 def _rejects(problem: PrefillProblem, tactic: PrefillTactic, arch: Arch) -> str | None:
-    try:
-        spec = _specialise(problem, tactic)
-    except ArgumentError as error:
-        return str(error)
-    fits = spec.shared_bytes <= arch.shared_bytes
-    return None if fits else f"it needs {spec.shared_bytes} bytes of shared memory"
+    return refused(_specialise, problem, tactic, arch)
 
 
 def _geometry(problem: PrefillProblem, tactic: PrefillTactic, _arch: Arch) -> Geometry:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
+from jitfp4.families.gdn.launches import refused
 from jitfp4.families.gdn.prefill_arguments import (
     CHUNK,
     LOWER_BYTES,
@@ -50,9 +51,8 @@ class ProductsSpec(KernelSpec):
         return round_up(max(rows, made) + _SPANS_BYTES + 6 * CHUNK * 4, 1024)
 
 
-def _rejects(problem: ProductsProblem, _tactic: ProductsTactic, arch: Arch) -> str | None:
-    needed = _specialise(problem, _tactic).shared_bytes
-    return None if needed <= arch.shared_bytes else f"it needs {needed} bytes of shared memory"
+def _rejects(problem: ProductsProblem, tactic: ProductsTactic, arch: Arch) -> str | None:
+    return refused(_specialise, problem, tactic, arch)
 
 
 def _specialise(problem: ProductsProblem, _tactic: ProductsTactic) -> ProductsSpec:
