@@ -4,10 +4,10 @@ Twelve warps with a ring of two tiles each keep an SM busy. They take several he
 end less often, and fewer parts are added up. Where an SM has no more than one request and head, they take one, so that
 all SMs have work. Short requests end often: two CTAs then fill each other's pauses. Little work is over sooner with
 fewer parts to add up, and fewer tiles in flight; soonest where a cluster takes each item, and adds up its parts in
-shared memory. That is so while a warp has few tiles of an item, since requests may have very different lengths;
-over E4M3 and bfloat16, whose tiles are larger, with fewer CTAs in a cluster. float16 follows bfloat16. Where the rows of
-a head do not follow each other, four heads also share sectors of scales: two tiles leave room for L1 to
-keep them until the last has come.
+shared memory. That is so while a warp has few tiles of an item, since requests may have very different lengths. E4M3
+and bfloat16, whose tiles are larger, want smaller clusters; float16 follows bfloat16. Where the rows of a head do not
+follow each other, four heads also share sectors of scales: two tiles leave room for L1 to keep them until the last has
+come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
 copies K and V. Two CTAs share the expansion of NVFP4 and E4M3. A few hundred rows are better cut into 128 than into
