@@ -56,6 +56,7 @@ _SMALL = (  # items, and tiles of a request, that clusters are done with first
 )
 _SMALL_BYTES = (
     (DecodeTactic(4, 2, 1, cluster=8), {"items": 8, "tiles": 256}),
+    (DecodeTactic(4, 2, 1, cluster=8), {"items": 16, "tiles": 32}),
     (DecodeTactic(8, 2, 1, cluster=2), {"items": 64, "tiles": 128}),
     (DecodeTactic(8, 2, 1, cluster=1), {"items": 128, "tiles": 64}),
     (DecodeTactic(4, 2, 1, cluster=1), {"items": 256, "tiles": 32}),
