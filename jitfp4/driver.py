@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver as cuda
@@ -105,59 +104,53 @@ class PreparedLaunch:
     def __init__(self, kernel: LoadedKernel, geometry: Geometry, pdl: bool, constants: Sequence[Any]) -> None:
         """``constants``: for each parameter its value, the layout of its tensor map, or the mark of a pointer."""
         self._kernel, self._geometry, self._pdl = kernel, geometry, pdl
-        values: list[int] = []  # of the parameters without a tensor
-        places: list[tuple[bool, int]] = []  # of each parameter: whether it has a tensor, and the index
-        tensors = 0
-        self._maps: list[tuple[int, int, _MapLayout]] = []  # index of the tensor, index of the parameter, layout
-        for i, constant in enumerate(constants):
+        self._values = (ctypes.c_int64 * len(constants))()  # of the parameters without a tensor
+        self._params = (ctypes.c_void_p * len(constants))()
+        self._places: list[int] = []  # of the parameters with a tensor
+        self._maps: list[tuple[int, _MapLayout]] = []  # number of the tensor, layout
+        for place, constant in enumerate(constants):
             if isinstance(constant, _MapLayout):
-                self._maps.append((tensors, i, constant))
+                self._maps.append((len(self._places), constant))
             if constant is _POINTER or isinstance(constant, _MapLayout):
-                places.append((True, tensors))
-                tensors += 1
+                self._places.append(place)
             else:
-                places.append((False, len(values)))
-                values.append(constant)
-        self._addresses = (ctypes.c_uint64 * tensors)()
-        self._pack = struct.Struct(f"{tensors}Q").pack_into
-        self._values = (ctypes.c_int64 * len(values))(*values)
-        starts = ctypes.addressof(self._values), ctypes.addressof(self._addresses)
-        self._params = (ctypes.c_void_p * len(places))(*(starts[kind] + 8 * place for kind, place in places))
-        self._where = ctypes.c_void_p(ctypes.addressof(self._params))
-        self._with: dict[tuple[int, ...], tuple[ctypes.c_void_p, Any, Any]] = {}  # tensor maps, by addresses
+                self._values[place] = constant
+                self._params[place] = ctypes.addressof(self._values) + 8 * place
         self._configs: dict[int, ctypes.c_void_p] = {}  # by stream
-        self._launch = _functions().cuLaunchKernelEx
-        self._lock = threading.Lock()  # the argument memory serves one thread at a time
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on a raw stream of the current device, with tensors at these addresses."""
-        try:
-            _thread.bound  # noqa: B018
-        except AttributeError:  # a thread that never called the driver has no current context
-            Device(self._kernel.device).set_current()
-            _thread.bound = True
-        with self._lock:
-            self._pack(self._addresses, 0, *addresses)
-            where = self._with_maps(tuple(addresses)) if self._maps else self._where
-            config = self._configs.get(stream)
-            if config is None:
-                config = self._configs[stream] = self._kernel.config(self._geometry, self._pdl, stream)
-            status = self._launch(config, self._kernel.handle, where, None)
-        if status:
-            raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
+        self.bound(addresses)(stream)
 
-    def _with_maps(self, addresses: tuple[int, ...]) -> ctypes.c_void_p:
-        """The address of the parameters' addresses, with those of the tensor maps of tensors at these addresses."""
-        known = self._with.get(addresses)
-        if known is None:
-            held = [_encode(layout, addresses[number]) for number, _, layout in self._maps]  # keeps them alive
-            params = type(self._params).from_buffer_copy(self._params)
-            for (_, i, _), (_, start) in zip(self._maps, held, strict=True):
-                params[i] = start
-            if len(self._with) >= _MAX_MAPS:
-                self._with.clear()
-            known = self._with[addresses] = ctypes.c_void_p(ctypes.addressof(params)), params, held
-        return known[0]
+    def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
+        """The launch with tensors at these addresses, as a function of the stream.
+
+        It has argument memory of its own, which nobody writes any more: threads may share it.
+        """
+        pointers = (ctypes.c_uint64 * len(addresses))(*addresses)
+        params = type(self._params).from_buffer_copy(self._params)
+        for number, place in enumerate(self._places):
+            params[place] = ctypes.addressof(pointers) + 8 * number
+        maps = [_encode(layout, addresses[number]) for number, layout in self._maps]
+        for (number, _), (_, start) in zip(self._maps, maps, strict=True):
+            params[self._places[number]] = start
+        held = pointers, params, maps, self._values  # for as long as the function lives
+        where, handle = ctypes.c_void_p(ctypes.addressof(params)), self._kernel.handle
+        launch, configs, thread = _functions().cuLaunchKernelEx, self._configs, _thread
+
+        def run(stream: int, _held: object = held) -> None:
+            try:
+                thread.bound  # noqa: B018
+            except AttributeError:  # a thread that never called the driver has no current context
+                Device(self._kernel.device).set_current()
+                thread.bound = True
+            if status := launch(configs.get(stream) or self._config(stream), handle, where, None):
+                raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
+
+        return run
+
+    def _config(self, stream: int) -> ctypes.c_void_p:
+        return self._configs.setdefault(stream, self._kernel.config(self._geometry, self._pdl, stream))
 
 
 class Memory:

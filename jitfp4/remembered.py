@@ -12,7 +12,7 @@ import torch
 from jitfp4.addresses import ALIGNMENT, Places
 from jitfp4.dispatch import current_stream, empty_cuda, exchange_device
 
-MOST = 4096  # most sets of addresses that a call remembers
+MOST = 1024  # most sets of addresses that a call remembers: each has argument memory of its own
 
 _address = torch.Tensor.data_ptr
 REFUSED = object()
@@ -22,7 +22,9 @@ REFUSED = object()
 class Launch(Protocol):
     """A launch that can be repeated: driver.PreparedLaunch."""
 
-    def launch(self, stream: int, addresses: Sequence[int]) -> None: ...
+    def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
+        """The launch with tensors at these addresses, as a function of the stream."""
+        ...
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -88,13 +90,13 @@ class Call(NamedTuple):
     disjoint: tuple[tuple[int, int, Places], ...]  # two of the launch's tensors
     companions: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor], int], ...]  # of which of those, by what number
     results: Callable[[Sequence[torch.Tensor]], Any]
-    allowed: dict[tuple[int, ...], tuple[int, ...]]
-    """From addresses of ``chosen`` that passed the checks before to those of the launch."""
+    allowed: dict[tuple[int, ...], Callable[[int], None]]
+    """By addresses of ``chosen`` that passed the checks before: the launch with them, as a function of the stream."""
 
     def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Repeat the call with other tensors. Returns REFUSED, without a launch, where a condition does not hold."""
         # faster than one by one
-        launch, device, chosen, _, conditions, allocated, temporaries, _, _, _, results, allowed = self
+        _, device, chosen, _, conditions, allocated, temporaries, _, _, _, results, allowed = self
         for holds, sources in conditions:
             if not holds(*[tensors[source] for source in sources]):
                 return REFUSED
@@ -105,8 +107,8 @@ class Call(NamedTuple):
             for make, sources in temporaries:
                 tensors = (*tensors, make(*[tensors[source] for source in sources]))
             addresses = (*map(_address, chosen(tensors)),)
-            if (final := allowed.get(addresses)) is not None:
-                launch.launch(current_stream(device), final)
+            if (run := allowed.get(addresses)) is not None:
+                run(current_stream(device))
             elif not self._launch_new(addresses, tensors):
                 return REFUSED
         finally:
@@ -124,11 +126,12 @@ class Call(NamedTuple):
             held.append(find(tensors[source]))
             final[place] = held[-1].data_ptr()
             lasting &= find(tensors[source]) is held[-1]
+        run = self.launch.bound(final)
         if lasting:
             if len(self.allowed) >= MOST:
                 self.allowed.clear()
-            self.allowed[addresses] = tuple(final)
-        self.launch.launch(current_stream(self.device), tuple(final))
+            self.allowed[addresses] = run
+        run(current_stream(self.device))
         return True
 
     def _allows(self, addresses: Sequence[int]) -> bool:
@@ -214,9 +217,14 @@ class _InOrder(NamedTuple):
 
     parts: tuple[tuple[Launch, slice], ...]
 
-    def launch(self, stream: int, addresses: Sequence[int]) -> None:
-        for launch, part in self.parts:
-            launch.launch(stream, addresses[part])
+    def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
+        runs = [launch.bound(addresses[part]) for launch, part in self.parts]
+
+        def run(stream: int) -> None:
+            for one in runs:
+                one(stream)
+
+        return run
 
 
 def _joined(steps: Sequence[Step]) -> Step:

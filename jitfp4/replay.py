@@ -142,14 +142,11 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         tensors_of, flags_of, groups_of, with_groups = sort
         if groups_of is not None:
             groups = groups_of(values)
-            gathered = (*itertools.chain.from_iterable(groups),)
-            shapes = (*map(len, groups), *map(type, gathered))
-            if shapes not in with_groups:
-                _add_sort(sort, kinds, groups, gathered)
-            if (sort := with_groups[shapes]) is None:
+            values = (*values, *itertools.chain(*groups))
+            lengths = (*map(len, groups),)
+            if (sort := with_groups.get(lengths) or _add_sort(with_groups, kinds, lengths, values)) is None:
                 return function(*args, **kwargs)
             tensors_of, flags_of, _, _ = sort
-            values = (*values, *gathered)
         tensors = tensors_of(values)
         if not tensors[0].is_cuda:
             return function(*args, **kwargs)
@@ -169,14 +166,14 @@ class _Sort(NamedTuple):
     """For arguments of certain types: functions that return the tensors among them, and the other values.
 
     Both take all arguments, and behind them the tensors in ``groups``, which are the tuples and lists among them. If
-    there are any, the functions are those in ``with_groups``, by the lengths of all groups and the types in them. No
-    two sorts have the same function ``tensors``.
+    there are any, the functions are those in ``with_groups``, by the lengths of all groups. No two sorts have the same
+    function ``tensors``.
     """
 
     tensors: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
     flags: Callable[[Sequence[Any]], Hashable]
     groups: Callable[[Sequence[Any]], tuple[Sequence[torch.Tensor], ...]] | None
-    with_groups: dict[tuple[Any, ...], _Sort | None]
+    with_groups: dict[tuple[int, ...], _Sort]
 
 
 _FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout, NVFP44Over6Config)
@@ -195,13 +192,19 @@ def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # n
     return _functions(kinds, tensors, flags)
 
 
-def _add_sort(sort: _Sort, kinds: tuple[type, ...], groups: Sequence[Sequence[Any]], gathered: Sequence[Any]) -> None:
-    """Add the functions for groups of these lengths, with elements of these types."""
+def _add_sort(
+    with_groups: dict[tuple[int, ...], _Sort], kinds: tuple[type, ...], lengths: tuple[int, ...], values: Sequence[Any]
+) -> _Sort | None:
+    """Add the functions for groups of these lengths, whose elements stand behind the arguments; None where not all of
+    them are tensors. Where a later call has others, the check of its tensors fails.
+    """
+    if not _TENSOR_TYPES.issuperset(map(type, values[len(kinds) :])):
+        return None
     tensors, flags, _ = _kinds(kinds)
-    found = (*map(type, gathered),)
-    tensors += range(len(kinds), len(kinds) + len(gathered))
-    known = _TENSOR_TYPES.issuperset(found)
-    sort.with_groups[*map(len, groups), *found] = _functions(kinds, tensors, flags) if known else None
+    tensors += range(len(kinds), len(values))
+    if (sort := _functions(kinds, tensors, flags)) is not None:
+        with_groups[lengths] = sort
+    return sort
 
 
 def _kinds(kinds: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:

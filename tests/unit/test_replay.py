@@ -118,9 +118,9 @@ class TestLogic:
         order: list[tuple[int, ...]] = []
 
         class Ordered(FakeLaunch):
-            def launch(self, stream: int, addresses: Sequence[int]) -> None:
-                super().launch(stream, addresses)
+            def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
                 order.append(tuple(addresses))
+                return super().bound(addresses)
 
         ran = []
 

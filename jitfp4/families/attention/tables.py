@@ -4,9 +4,10 @@ Twelve warps with a ring of two tiles each keep an SM busy. They take several he
 end less often, and fewer parts are added up. Where an SM has no more than one request and head, they take one, so that
 all SMs have work. Short requests end often: two CTAs then fill each other's pauses. Little work is over sooner with
 fewer parts to add up, and fewer tiles in flight; soonest where a cluster takes each item, and adds up its parts in
-shared memory. That is so while a warp has few tiles of an item, since requests may have very different lengths. Where
-the rows of a head do not follow each other, four heads also share sectors of scales: two tiles leave room for L1 to
-keep them until the last has come.
+shared memory. That is so while a warp has few tiles of an item, since requests may have very different lengths. E4M3
+and bfloat16, whose tiles are larger, want smaller clusters; float16 follows bfloat16. Where the rows of a head do not
+follow each other, four heads also share sectors of scales: two tiles leave room for L1 to keep them until the last has
+come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
 copies K and V. Two CTAs share the expansion of NVFP4 and E4M3. A few hundred rows are better cut into 128 than into
@@ -53,9 +54,31 @@ _SMALL = (  # items, and tiles of a request, that clusters are done with first
     (DecodeTactic(8, 2, 1, cluster=1), {"items": 128, "tiles": 64}),
     (DecodeTactic(4, 2, 1, cluster=1), {"items": 256, "tiles": 32}),
 )
+_SMALL_BYTES = (
+    (DecodeTactic(4, 2, 1, cluster=8), {"items": 8, "tiles": 256}),
+    (DecodeTactic(4, 2, 1, cluster=8), {"items": 16, "tiles": 32}),
+    (DecodeTactic(8, 2, 1, cluster=2), {"items": 64, "tiles": 128}),
+    (DecodeTactic(8, 2, 1, cluster=1), {"items": 128, "tiles": 64}),
+    (DecodeTactic(4, 2, 1, cluster=1), {"items": 256, "tiles": 32}),
+)
+_SMALL_HALVES = (
+    (DecodeTactic(4, 2, 1, cluster=8), {"items": 8, "tiles": 256}),
+    (DecodeTactic(4, 2, 1, cluster=2), {"items": 64, "tiles": 128}),
+    (DecodeTactic(4, 2, 1, cluster=1), {"items": 128, "tiles": 64}),
+)
+_SMALL_OF = {
+    Cache.NVFP4: (_SMALL, "h200/attention_search.csv"),
+    Cache.E4M3: (_SMALL_BYTES, "h200/attention_search_small.csv"),
+    Cache.BF16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
+    Cache.F16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
+}
 
 _ROWS: tuple[Row[Any], ...] = (
-    *rows(*_SMALL, cache=Cache.NVFP4, wide=False, listed=False),
+    *(
+        Row(tactic, {"cache": cache, "wide": False, "listed": False} | most_of, measured)
+        for cache, (small, measured) in _SMALL_OF.items()
+        for tactic, most_of in small
+    ),
     *rows(
         (DecodeTactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
         (DecodeTactic(4, 3, 1), {"cache": Cache.E4M3}),
@@ -164,6 +187,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[3], cache=Cache.E4M3, rows=16)
     yield _problem(arch, Pages.HALVES, *loads[3], head_dim=256, rows=16)
     for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
+        for _, most_of in _SMALL_OF[cache][0]:
+            small = _problem(arch, Pages.HALVES, most_of["tiles"], 1, cache=cache)
+            yield small._replace(units=most_of["items"] * most_of["tiles"])
         yield _problem(arch, Pages.HALVES, *loads[3], cache=cache)
         yield _problem(arch, Pages.HALVES, *loads[3], cache=cache, head_dim=256, rows=16)
     for block in (ROW_BLOCK, 2 * ROW_BLOCK, most):

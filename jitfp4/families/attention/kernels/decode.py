@@ -38,6 +38,7 @@ TACTICS = (
     DecodeTactic(8, 2, 1, cluster=8),
     DecodeTactic(4, 2, 3, cluster=8),
     DecodeTactic(8, 2, 1, cluster=2),
+    DecodeTactic(4, 2, 1, cluster=2),
     DecodeTactic(8, 2, 1, cluster=1),
     DecodeTactic(4, 2, 1, cluster=1),
     DecodeTactic(2, 2, 1, cluster=1),

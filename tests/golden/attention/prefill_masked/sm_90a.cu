@@ -557,12 +557,10 @@ constexpr int  kTile        = 64;  // tokens
 constexpr int  kMinCtas     = 2;  // that an SM must hold at once; bounds the registers
 
 constexpr int  kThreads    = kWarps * kWarp;
-constexpr int  kRows       = kWarps * kWarpRows;
+constexpr int  kRows       = kWarps * kWarpRows, kParts = kWarpRows / 16;
 constexpr int  kSteps      = kHeadDim / 16;
 constexpr bool kHalves     = kCacheBits == 16;
-constexpr int  kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
 constexpr bool kHeldQueries = kHeadDim <= 128 && kWarpRows == 16;  // in registers
-constexpr int  kUnroll     = kHeadDim <= 128 ? 8 : 1;  // of loops beside the sums, which leave few registers
 constexpr int  kQueryBytes = kHeldQueries ? 0 : kRows * kHeadDim * 2;  // in shared memory
 using Mma = Select<kHalves && kIsBf16Cache, bf16, f16>;
 
@@ -615,7 +613,6 @@ struct Operands {
   int64 mask_bytes;
   int mask_row_bytes;
 };
-using Request = TiledRequest<kTile, kRows, 1>;  // all warps of a CTA take the same KV head
 
 // ---- attention/token_mask --------------------------------------------------
 // A mask of the caller's: a row of bits for each query token of a request, one for each token from `first` on. A query
@@ -657,13 +654,13 @@ struct TokenMask {
 // The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
 // token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
 // come first: under a causal mask they see the most tokens, and blocks that start last should be short.
-struct Block {
-  Request request;
+template <int kTile, int kRows> struct RowBlock {
+  TiledRequest<kTile, kRows, 1> request;  // all warps of a CTA take the same KV head
   int head, first_row;
   TokenMask mask;
 
   // Finds the block of this CTA; false where it has none. Each warp searches by itself, 32 requests at a time.
-  __device__ __forceinline__ bool find(const Operands& p) {
+  template <class Operands> __device__ __forceinline__ bool find(const Operands& p) {
     const int lane = threadIdx.x % kWarp;
     int before = 0;
     for (int base = 0; base < p.batch; base += kWarp) {
@@ -692,7 +689,9 @@ struct Block {
     }
     return false;
   }
-  __device__ __forceinline__ int rows(const Operands& p) const { return request.q_len * p.group; }
+  template <class Operands> __device__ __forceinline__ int rows(const Operands& p) const {
+    return request.q_len * p.group;
+  }
 };
 
 // The tokens that several rows see, from `first` to before `end`: those that some row sees, and those that all see.
@@ -702,8 +701,9 @@ struct Sight {
   bool causal;
 
   // For `count` rows from `row` on
+  template <class Operands, class Block>
   __device__ __forceinline__ Sight(const Operands& p, const Block& block, int row, int count) {
-    const Request& r = block.request;
+    const auto& r = block.request;
     const int last = r.q_len - 1;
     at_first = r.tokens - r.q_len + min(row / p.group, last);
     at_last  = r.tokens - r.q_len + min((row + count - 1) / p.group, last);
@@ -716,160 +716,209 @@ struct Sight {
   __device__ __forceinline__ int all_end() const { return causal ? at_first + 1 : tokens; }
 };
 
+using Block   = RowBlock<kTile, kRows>;
+using Request = decltype(Block::request);
+
+// ---- attention/columns -----------------------------------------------------
+// The column of the page table that has a token: division by the tokens of a page
+template <class Operands> __device__ __forceinline__ uint32 inverse_of_page(const Operands& p) {
+  return (0x80000000u + p.page - 1) / p.page;
+}
+__device__ __forceinline__ int column_of(int token, uint32 inverse) {
+  return int(__umulhi(2 * token, inverse));  // exact below 2^24
+}
+
 // ---- attention/tiles -------------------------------------------------------
 // Copies of tiles of kTile tokens from pages to shared memory, where all warps of a CTA read them as 16-bit floats:
 // rows of kHeadDim elements, K, then V, in one of two buffers, or turns. A cache of 16-bit floats is copied to them
 // directly. Others are first copied in their own format, codes of K and V, then their scales, and decoded once for all
 // warps.
-constexpr int kHalfRow      = 2 * kWidth;  // bytes
-constexpr int kSideBytes    = kTile * kHalfRow;
-constexpr int kRawSideBytes = kTile * kRowBytes, kRawScalesAt = 2 * kRawSideBytes;
-constexpr int kScalesRow    = (kScaleBytes + 3) / 4 * 4;
-constexpr int kRawBytes     = kHalves ? 0 : 2 * kTile * (kRowBytes + kScalesRow);
-constexpr int kAhead        = kHalves ? 1 : 2;  // how many tiles ahead of its use a tile is copied
-constexpr int kPlaceTurns   = 4;
-constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
-constexpr float kUnit       = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;  // of decoded numbers
+template <int kCacheBits, int kHeadDim, int kWidth, bool kInterleaved, int kTile, int kThreads, int kQueryBytes>
+struct CacheTiles {
+  static constexpr bool kHalves     = kCacheBits == 16;
+  static constexpr int  kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
+  static constexpr int  kUnroll     = kHeadDim <= 128 ? 8 : 1;  // of loops beside the sums, which leave few registers
+  static constexpr int kHalfRow      = 2 * kWidth;  // bytes
+  static constexpr int kSideBytes    = kTile * kHalfRow;
+  static constexpr int kRawSideBytes = kTile * kRowBytes, kRawScalesAt = 2 * kRawSideBytes;
+  static constexpr int kScalesRow    = (kScaleBytes + 3) / 4 * 4;
+  static constexpr int kRawBytes     = kHalves ? 0 : 2 * kTile * (kRowBytes + kScalesRow);
+  static constexpr int kAhead        = kHalves ? 1 : 2;  // how many tiles ahead of its use a tile is copied
+  static constexpr int kPlaceTurns   = 4;
+  static constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
+  static constexpr float kUnit       = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;  // of decoded numbers
 
-// Where a token lies. `there` has bit 0 if some row of the CTA sees the token and it has a page, and bit 1 if it has a
-// page and may be one of four tokens of which one is seen, whose V scales are interleaved.
-struct Place { int k_page, v_page, slot, there; };
+  // Where a token lies. `there` has bit 0 if some row of the CTA sees the token and it has a page, and bit 1 if it has a
+  // page and may be one of four tokens of which one is seen, whose V scales are interleaved.
+  struct Place { int k_page, v_page, slot, there; };
 
-struct Shared {
-  alignas(1024) uint8 halves[2][2 * kSideBytes];
-  Place  places[kPlaceTurns][kTile];
-  uint32 present[kPlaceTurns][2];
-  alignas(16) uint8 rest[2 * kRawBytes + kQueryBytes + 16];  // tiles as they are in the cache, by turn; query rows
-};
+  struct Shared {
+    alignas(1024) uint8 halves[2][2 * kSideBytes];
+    Place  places[kPlaceTurns][kTile];
+    uint32 present[kPlaceTurns][2];
+    alignas(16) uint8 rest[2 * kRawBytes + kQueryBytes + 16];  // tiles as they are in the cache, by turn; query rows
+  };
 
-// The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, so that eight rows' are in different banks.
-__device__ __forceinline__ constexpr int place_of(int row, int chunk) {
-  return row * kHalfRow + (chunk ^ (row & 7)) * 16;
-}
+  // The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, so that eight rows' are in different banks.
+  __device__ __forceinline__ static constexpr int place_of(int row, int chunk) {
+    return row * kHalfRow + (chunk ^ (row & 7)) * 16;
+  }
 
-// The pages of a tile's tokens, which are loaded from the page table before they are needed.
-struct Lookup {
-  int k_page = -1, v_page = -1, slot = 0, there = 0;
+  // The pages of a tile's tokens, which are loaded from the page table before they are needed.
+  struct Lookup {
+    int k_page = -1, v_page = -1, slot = 0, there = 0;
 
-  __device__ __forceinline__ Lookup(
-      const Operands& p, const Request& r, uint32 inverse, int start, int first, int end) {
-    const int token = start + threadIdx.x;
-    if (threadIdx.x < kTile && (kInterleaved ? token & ~3 : token) < end) {
-      const int column = int(__umulhi(2 * token, inverse));  // exact below 2^24
-      slot   = token - column * p.page;
-      k_page = p.tables[r.table + column];
-      v_page = p.tables[r.table + column + p.v_table];
-      there  = token >= first && token < end ? 3 : 2;
+    template <class Operands, class Request>
+    __device__ __forceinline__ Lookup(
+        const Operands& p, const Request& r, uint32 inverse, int start, int first, int end) {
+      const int token = start + threadIdx.x;
+      if (threadIdx.x < kTile && (kInterleaved ? token & ~3 : token) < end) {
+        const int column = column_of(token, inverse);
+        slot   = token - column * p.page;
+        k_page = p.tables[r.table + column];
+        v_page = p.tables[r.table + column + p.v_table];
+        there  = token >= first && token < end ? 3 : 2;
+      }
     }
-  }
-  __device__ __forceinline__ void put(const Operands& p, Shared& s, int turn) const {
-    if (threadIdx.x >= kWords * kWarp) return;
-    const bool known = uint32(k_page) < uint32(p.num_pages) && uint32(v_page) < uint32(p.num_pages);
-    const int bits = known ? there : 0;
-    const uint32 present = __ballot_sync(~0u, bits & 1);
-    if (threadIdx.x < kTile) s.places[turn][threadIdx.x] = {k_page, v_page, slot, bits};
-    if (threadIdx.x % kWarp == 0) s.present[turn][threadIdx.x / kWarp] = present;
-  }
-};
+    template <class Operands> __device__ __forceinline__ void put(const Operands& p, Shared& s, int turn) const {
+      if (threadIdx.x >= kWords * kWarp) return;
+      const bool known = uint32(k_page) < uint32(p.num_pages) && uint32(v_page) < uint32(p.num_pages);
+      const int bits = known ? there : 0;
+      const uint32 present = __ballot_sync(~0u, bits & 1);
+      if (threadIdx.x < kTile) s.places[turn][threadIdx.x] = {k_page, v_page, slot, bits};
+      if (threadIdx.x % kWarp == 0) s.present[turn][threadIdx.x / kWarp] = present;
+    }
+  };
 
-__device__ __forceinline__ const uint8* address(
-    const uint8* base, const Place& place, int page, int page_stride, int token_stride) {
-  return ptx::mad_wide(place.slot, token_stride, ptx::mad_wide(page, page_stride, base));
-}
+  __device__ __forceinline__ static const uint8* address(
+      const uint8* base, const Place& place, int page, int page_stride, int token_stride) {
+    return ptx::mad_wide(place.slot, token_stride, ptx::mad_wide(page, page_stride, base));
+  }
 
-// Starts the copies of a tile. Tokens that have no page are not read, and become 0.
-__device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head, int tile) {
-  constexpr int kBytes = kRowBytes % 16 == 0 ? 16 : 8;  // that rows are aligned to
-  constexpr int kChunks = kRowBytes / kBytes, kCopies = kTile * kChunks;
-  const Place* places = s.places[tile % kPlaceTurns];
-  const uint32 to = ptx::shared_address(kHalves ? s.halves[tile % 2] : s.rest + tile % 2 * kRawBytes);
-  const uint8* k = p.k + head * p.k_head_stride;
-  const uint8* v = p.v + head * p.v_head_stride;
+  // Starts the copies of a tile. Tokens that have no page are not read, and become 0.
+  template <class Operands>
+  __device__ __forceinline__ static void copy_tile(const Operands& p, Shared& s, int head, int tile) {
+    constexpr int kBytes = kRowBytes % 16 == 0 ? 16 : 8;  // that rows are aligned to
+    constexpr int kChunks = kRowBytes / kBytes, kCopies = kTile * kChunks;
+    const Place* places = s.places[tile % kPlaceTurns];
+    const uint32 to = ptx::shared_address(kHalves ? s.halves[tile % 2] : s.rest + tile % 2 * kRawBytes);
+    const uint8* k = p.k + head * p.k_head_stride;
+    const uint8* v = p.v + head * p.v_head_stride;
 #pragma unroll kUnroll
-  for (int i = 0; i < kCopies; i += kThreads) {
-    const int copy = i + threadIdx.x, row = copy / kChunks, chunk = copy % kChunks;
-    if (kCopies % kThreads != 0 && copy >= kCopies) break;
-    const Place place = places[row];
-    const uint32 at = to + (kHalves ? place_of(row, chunk) : copy * kBytes);
-    ptx::copy_or_clear<kBytes, false>(
-        at, address(k, place, place.k_page, p.k_page_stride, p.k_token_stride) + chunk * kBytes, place.there & 1);
-    ptx::copy_or_clear<kBytes, false>(
-        at + (kHalves ? kSideBytes : kRawSideBytes),
-        address(v, place, place.v_page, p.v_page_stride, p.v_token_stride) + chunk * kBytes, place.there & 1);
-  }
-  if constexpr (kScaleBytes > 0) {
-#pragma unroll
-    for (int i = 0; i < 2 * kTile; i += kThreads) {
-      const int copy = i + threadIdx.x, row = copy % kTile;
-      if (2 * kTile % kThreads != 0 && copy >= 2 * kTile) break;
+    for (int i = 0; i < kCopies; i += kThreads) {
+      const int copy = i + threadIdx.x, row = copy / kChunks, chunk = copy % kChunks;
+      if (kCopies % kThreads != 0 && copy >= kCopies) break;
       const Place place = places[row];
-      const bool  of_v  = copy >= kTile;
-      const uint8* from =
-          of_v ? address(p.v_scales + head * p.v_scales_head_stride, place, place.v_page, p.v_scales_page_stride,
-                         p.v_scales_token_stride)
-               : address(p.k_scales + head * p.k_scales_head_stride, place, place.k_page, p.k_scales_page_stride,
-                         p.k_scales_token_stride);
-      ptx::copy_row_or_clear<kScaleBytes, kScalesRow, false>(
-          to + kRawScalesAt + copy * kScalesRow, from, place.there & (kInterleaved && of_v ? 2 : 1));
+      const uint32 at = to + (kHalves ? place_of(row, chunk) : copy * kBytes);
+      ptx::copy_or_clear<kBytes, false>(
+          at, address(k, place, place.k_page, p.k_page_stride, p.k_token_stride) + chunk * kBytes, place.there & 1);
+      ptx::copy_or_clear<kBytes, false>(
+          at + (kHalves ? kSideBytes : kRawSideBytes),
+          address(v, place, place.v_page, p.v_page_stride, p.v_token_stride) + chunk * kBytes, place.there & 1);
     }
-  }
-}
-
-// Decodes 16 neighbouring elements to 16-bit floats in their order. `scale` is that of their block.
-__device__ __forceinline__ void decode_block(const uint8* from, uint32 scale, uint4 (&to)[2]) {
-  uint32 pairs[8];
-  if constexpr (kCacheBits == 4) {
-    const uint2 codes = *reinterpret_cast<const uint2*>(from);
-    const uint32 words[2] = {codes.x, codes.y}, both = decode_scales(scale * 0x0101u);
+    if constexpr (kScaleBytes > 0) {
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      uint32 four[4];
-      decode(words[w], four);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // by software, a pair has codes i and i + 4
-        const uint32 sorted = __byte_perm(four[i % 2 * 2], four[i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
-        pairs[4 * w + i] = ptx::mul_f16x2(kHasE2m1Cvt ? four[i] : sorted, both);
+      for (int i = 0; i < 2 * kTile; i += kThreads) {
+        const int copy = i + threadIdx.x, row = copy % kTile;
+        if (2 * kTile % kThreads != 0 && copy >= 2 * kTile) break;
+        const Place place = places[row];
+        const bool  of_v  = copy >= kTile;
+        const uint8* from =
+            of_v ? address(p.v_scales + head * p.v_scales_head_stride, place, place.v_page, p.v_scales_page_stride,
+                           p.v_scales_token_stride)
+                 : address(p.k_scales + head * p.k_scales_head_stride, place, place.k_page, p.k_scales_page_stride,
+                           p.k_scales_token_stride);
+        ptx::copy_row_or_clear<kScaleBytes, kScalesRow, false>(
+            to + kRawScalesAt + copy * kScalesRow, from, place.there & (kInterleaved && of_v ? 2 : 1));
       }
     }
-  } else {
-    const uint4 bytes = *reinterpret_cast<const uint4*>(from);
-    const uint32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) pairs[i] = decode_e4m3x2(uint16(words[i / 2] >> i % 2 * 16));
   }
-  to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]}, to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
-}
 
-// Decodes a tile that has been copied to 16-bit floats. V of tokens that have no page becomes 0.
-__device__ __forceinline__ void decode_tile(Shared& s, int tile) {
-  constexpr int kRowBlocks = kHeadDim / 16, kSideBlocks = kTile * kRowBlocks;
-  const uint8*  raw     = s.rest + tile % 2 * kRawBytes;
-  const uint32* present = s.present[tile % kPlaceTurns];
+  // Decodes 16 neighbouring elements to 16-bit floats in their order. `scale` is that of their block.
+  __device__ __forceinline__ static void decode_block(const uint8* from, uint32 scale, uint4 (&to)[2]) {
+    uint32 pairs[8];
+    if constexpr (kCacheBits == 4) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(from);
+      const uint32 words[2] = {codes.x, codes.y}, both = decode_scales(scale * 0x0101u);
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        uint32 four[4];
+        decode(words[w], four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // by software, a pair has codes i and i + 4
+          const uint32 sorted = __byte_perm(four[i % 2 * 2], four[i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
+          pairs[4 * w + i] = ptx::mul_f16x2(kHasE2m1Cvt ? four[i] : sorted, both);
+        }
+      }
+    } else {
+      const uint4 bytes = *reinterpret_cast<const uint4*>(from);
+      const uint32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) pairs[i] = decode_e4m3x2(uint16(words[i / 2] >> i % 2 * 16));
+    }
+    to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]}, to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+  }
+
+  // Decodes a tile that has been copied to 16-bit floats. V of tokens that have no page becomes 0.
+  __device__ __forceinline__ static void decode_tile(Shared& s, int tile) {
+    constexpr int kRowBlocks = kHeadDim / 16, kSideBlocks = kTile * kRowBlocks;
+    const uint8*  raw     = s.rest + tile % 2 * kRawBytes;
+    const uint32* present = s.present[tile % kPlaceTurns];
 #pragma unroll kUnroll
-  for (int i = 0; i < kSideBlocks; i += kThreads) {
-    // Eight lanes take four blocks of two rows each, so that they write to different banks.
-    const int at = i + threadIdx.x;
-    if (kSideBlocks % kThreads != 0 && at >= kSideBlocks) break;
-    constexpr bool kFours = kRowBlocks % 4 == 0;
-    const int row   = kFours ? at / (2 * kRowBlocks) * 2 + at / 4 % 2 : at / kRowBlocks;
-    const int block = kFours ? at / 8 % (kRowBlocks / 4) * 4 + at % 4 : at % kRowBlocks;
+    for (int i = 0; i < kSideBlocks; i += kThreads) {
+      // Eight lanes take four blocks of two rows each, so that they write to different banks.
+      const int at = i + threadIdx.x;
+      if (kSideBlocks % kThreads != 0 && at >= kSideBlocks) break;
+      constexpr bool kFours = kRowBlocks % 4 == 0;
+      const int row   = kFours ? at / (2 * kRowBlocks) * 2 + at / 4 % 2 : at / kRowBlocks;
+      const int block = kFours ? at / 8 % (kRowBlocks / 4) * 4 + at % 4 : at % kRowBlocks;
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      uint32 scale = 0;
-      if constexpr (kScaleBytes > 0) {
-        const uint8* scales = raw + kRawScalesAt + side * kTile * kScalesRow;
-        const bool grouped = kInterleaved && side == 1;
-        scale = scales[grouped ? row / 4 * 4 * kScalesRow + block * 4 + row % 4 : row * kScalesRow + block];
-        if (grouped && !(present[row / kWarp] >> row % kWarp & 1)) scale = 0;
+      for (int side = 0; side < 2; ++side) {
+        uint32 scale = 0;
+        if constexpr (kScaleBytes > 0) {
+          const uint8* scales = raw + kRawScalesAt + side * kTile * kScalesRow;
+          const bool grouped = kInterleaved && side == 1;
+          scale = scales[grouped ? row / 4 * 4 * kScalesRow + block * 4 + row % 4 : row * kScalesRow + block];
+          if (grouped && !(present[row / kWarp] >> row % kWarp & 1)) scale = 0;
+        }
+        uint4 halves[2];
+        decode_block(raw + side * kRawSideBytes + (row * kRowBlocks + block) * (kCacheBits * 2), scale, halves);
+        uint8* to = s.halves[tile % 2] + side * kSideBytes;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) *reinterpret_cast<uint4*>(to + place_of(row, 2 * block + j)) = halves[j];
       }
-      uint4 halves[2];
-      decode_block(raw + side * kRawSideBytes + (row * kRowBlocks + block) * (kCacheBits * 2), scale, halves);
-      uint8* to = s.halves[tile % 2] + side * kSideBytes;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) *reinterpret_cast<uint4*>(to + place_of(row, 2 * block + j)) = halves[j];
     }
   }
+};
+using Tiles  = CacheTiles<kCacheBits, kHeadDim, kWidth, kInterleaved, kTile, kThreads, kQueryBytes>;
+using Shared = Tiles::Shared;
+using Lookup = Tiles::Lookup;
+
+// ---- attention/references --------------------------------------------------
+// The references of an online softmax of query rows, and the rows' factors.
+//
+// A weight is 2^(x - reference). The reference is near the maximum of x so far: the x that set it has the weight
+// 2^kHeadroom, and it moves only when a weight would be above 2^kLargest, so that float16 holds every weight.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
+constexpr float kNone = -0x1p126f;  // the reference before the first token
+
+// The reference of a row whose largest x so far is `top`
+__device__ __forceinline__ float next_reference(float top, float reference) {
+  return top - reference > kLargest ? top - kHeadroom : reference;
 }
+
+// Factors from products of query rows, two of each kBlocks, to exponents of two. They are positive: the largest product
+// stays largest.
+template <int kBlocks> struct RowScales {
+  float x[kBlocks][2];
+
+  __device__ __forceinline__ static RowScales ones() {
+    RowScales scales;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
 
 // ---- attention/scales ------------------------------------------------------
 // The factors around a softmax in powers of two: of queries before it, of outputs behind it.
@@ -920,55 +969,31 @@ __device__ __forceinline__ float soft_capped(float soft_cap, float product, floa
 }
 
 // ---- attention/rows --------------------------------------------------------
-// The kWarpRows query rows of a warp, which are the left factor of the product with K, and their online softmax in
+// The 16 kParts query rows of a warp, which are the left factor of the product with K, and their online softmax in
 // powers of two. Of each 16 rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a
 // power of two to a maximum near 2^14, which keeps all bits of bfloat16 values over 28 binades.
-constexpr float kHeadroom = 8.0f, kLargest = 15.0f;  // exponents: of the weight that sets a reference, of any weight
-constexpr float kNone = -0x1p126f;  // the reference before the first token
-constexpr int   kParts = kWarpRows / 16;
-
-using Products = float[kParts][kTile / 8][4];  // of queries and keys, 8 tokens each
-
 // The row of a lane's elements in part n, half i.
-__device__ __forceinline__ int row_of(const Block& block, int n, int i) {
-  return block.first_row + threadIdx.x / kWarp * kWarpRows + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
+template <int kParts, class Block> __device__ __forceinline__ int row_of(const Block& block, int n, int i) {
+  return block.first_row + threadIdx.x / kWarp * (16 * kParts) + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
 }
 
-// Factors from products to exponents of two. They are positive: the largest product stays largest.
-struct Scales {
-  float x[kParts][2];
-  __device__ __forceinline__ static Scales ones() {
-    Scales scales;
-#pragma unroll
-    for (int n = 0; n < kParts; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
-    return scales;
-  }
-};
-
-// Makes products capped exponents.
-__device__ __forceinline__ void cap(const Operands& p, Products& x, const Scales& scales) {
-#pragma unroll
-  for (int n = 0; n < kParts; ++n) {
-#pragma unroll
-    for (int u = 0; u < kTile / 8; ++u) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(p.soft_cap, x[n][u][i], scales.x[n][i / 2]);
-    }
-  }
-}
-
-struct Queries {
-  uint32 words[kHeldQueries ? kParts : 1][kHeldQueries ? kSteps : 1][4];
+// Held in registers, or in shared memory
+template <class Query, class Mma, int kHeadDim, int kParts, int kThreads, bool kHeld> struct RowQueries {
+  static constexpr int kSteps = kHeadDim / 16;
+  uint32 words[kHeld ? kParts : 1][kHeld ? kSteps : 1][4];
   uint32 at;  // address of this lane's words in shared memory
 
-  __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, Scales& scales) {
-    const float unit = logit_scale(p, kUnit);
-    at = ptx::shared_address(s.rest) + 2 * kRawBytes + threadIdx.x * 16;
+  // `one` is the number that stands for 1 in keys, `to` the room for all rows in shared memory.
+  template <class Operands, class Block>
+  __device__ __forceinline__ void load(
+      const Operands& p, const Block& block, float one, uint32 to, RowScales<kParts>& scales) {
+    const float unit = logit_scale(p, one);
+    at = to + threadIdx.x * 16;
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
       uint32 raw[2][2 * kSteps];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) load_row(p, block, row_of(block, n, i), raw[i]);
+      for (int i = 0; i < 2; ++i) load_row(p, block, row_of<kParts>(block, n, i), raw[i]);
       float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -984,7 +1009,7 @@ struct Queries {
           const uint32 two = raw[j % 2][2 * m + j / 2];
           a[j] = to_pair<Mma>(low<QueryHalf>(two) * factor[j % 2], high<QueryHalf>(two) * factor[j % 2]);
         }
-        if constexpr (kHeldQueries) {
+        if constexpr (kHeld) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) words[n][m][j] = a[j];
         } else {
@@ -995,7 +1020,7 @@ struct Queries {
   }
   // The left factor of part n in step m: 16 rows by 16 dimensions
   __device__ __forceinline__ void get(int n, int m, uint32 (&a)[4]) const {
-    if constexpr (kHeldQueries) {
+    if constexpr (kHeld) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[j] = words[n][m][j];
     } else {
@@ -1008,6 +1033,7 @@ struct Queries {
   using QueryHalf = Select<sizeof(Query) == 2, Query, f16>;
 
   // This lane's elements of a row, zeros beyond the last row: a pair of neighbours of each eight dimensions.
+  template <class Operands, class Block>
   __device__ __forceinline__ static void load_row(
       const Operands& p, const Block& block, int row, uint32 (&x)[2 * kSteps]) {
     const Query* from = p.q + (block.request.q_begin + row / p.group) * p.q_token_stride +
@@ -1039,7 +1065,11 @@ struct Queries {
   }
 };
 
-struct State {
+// Their softmax, over tiles of kTile tokens
+template <int kParts, int kTile, int kHeadDim> struct RowSoftmax {
+  using Products = float[kParts][kTile / 8][4];  // of queries and keys, 8 tokens each
+  using Scales   = RowScales<kParts>;
+
   float reference[kParts][2];  // near the maximum so far: exponents are taken against it
   float sum[kParts][2];  // of the weights of this lane's tokens
   float o[kParts][kHeadDim / 8][4];
@@ -1051,6 +1081,18 @@ struct State {
       for (int i = 0; i < 2; ++i) reference[n][i] = kNone, sum[n][i] = 0.0f;
 #pragma unroll
       for (int m = 0; m < kHeadDim / 8; ++m) o[n][m][0] = o[n][m][1] = o[n][m][2] = o[n][m][3] = 0.0f;
+    }
+  }
+
+  // Makes products capped exponents.
+  __device__ __forceinline__ static void cap(float soft_cap, Products& x, const Scales& scales) {
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+      for (int u = 0; u < kTile / 8; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(soft_cap, x[n][u][i], scales.x[n][i / 2]);
+      }
     }
   }
 
@@ -1075,7 +1117,7 @@ struct State {
       for (int i = 0; i < 2; ++i) {
         float next = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], 1));
         next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
-        next = next - reference[n][i] > kLargest ? next - kHeadroom : reference[n][i];
+        next = next_reference(next, reference[n][i]);
         const float factor = ptx::ex2_approx(reference[n][i] - next);
         reference[n][i] = next;
         sum[n][i] *= factor;
@@ -1085,9 +1127,10 @@ struct State {
     }
   }
 
-  // Writes the outputs of its rows.
-  __device__ __forceinline__ void finish(const Operands& p, const Block& block) {
-    const float scale = output_scale(p, kUnit);
+  // Writes the outputs of its rows. `one` is the number that stands for 1 in values.
+  template <class Operands, class Block>
+  __device__ __forceinline__ void finish(const Operands& p, const Block& block, float one) {
+    const float scale = output_scale(p, one);
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
 #pragma unroll
@@ -1095,7 +1138,7 @@ struct State {
         float total = sum[n][i], top = reference[n][i];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        int row = row_of(block, n, i);
+        int row = row_of<kParts>(block, n, i);
         asm volatile("" : "+r"(row));  // keeps the compiler from holding what load() computed of it
         if (row >= block.rows(p)) continue;
         const int head = block.head * p.group + row % p.group;
@@ -1104,7 +1147,7 @@ struct State {
         const int c = threadIdx.x % 4;
         if (p.lse && c == 0) p.lse[at] = row_lse(top, total);
         factor = output_factor(factor, scale, total);
-        Out* out = p.out + at * kHeadDim + 2 * c;
+        auto* out = p.out + at * kHeadDim + 2 * c;
 #pragma unroll
         for (int m = 0; m < kHeadDim / 8; ++m) {
           store_two(out + 8 * m, o[n][m][2 * i] * factor, o[n][m][2 * i + 1] * factor);
@@ -1114,7 +1157,7 @@ struct State {
   }
 
  private:
-  __device__ __forceinline__ static void store_two(Out* out, float a, float b) {
+  template <class Out> __device__ __forceinline__ static void store_two(Out* out, float a, float b) {
     if constexpr (sizeof(Out) == 1) {
       *reinterpret_cast<uint16*>(out) = encode_e4m3(a) | encode_e4m3(b) << 8;
     } else {
@@ -1122,6 +1165,11 @@ struct State {
     }
   }
 };
+
+using Queries  = RowQueries<Query, Mma, kHeadDim, kParts, kThreads, kHeldQueries>;
+using Scales   = RowScales<kParts>;
+using State    = RowSoftmax<kParts, kTile, kHeadDim>;
+using Products = State::Products;
 
 static_assert(sizeof(Shared) == 89088, "the launch counts on it");
 
@@ -1134,11 +1182,11 @@ __device__ __forceinline__ void mask(
   for (int n = 0; n < kParts; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Sight sight(p, block, row_of(block, n, i), 1);
+      const Sight sight(p, block, row_of<kParts>(block, n, i), 1);
       const int first = sight.all_first(), end = sight.all_end();
-      uint32 seen[kWords];
+      uint32 seen[Tiles::kWords];
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
+      for (int w = 0; w < Tiles::kWords; ++w) {
         const int query = sight.at_first - block.request.tokens + block.request.q_len;
         seen[w] = present[w] & block.mask.bits(p, query, start + w * kWarp);
       }
@@ -1156,8 +1204,8 @@ __device__ __forceinline__ void mask(
 __device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
                                        bool partial, const Queries& q, const Scales& scales, State& state) {
   const int lane = threadIdx.x % kWarp;
-  const uint32 k = ptx::shared_address(s.halves[tile % 2]) + place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const uint32 v = ptx::shared_address(s.halves[tile % 2]) + kSideBytes + place_of(lane % 16, lane / 16);
+  const uint32 k = ptx::shared_address(s.halves[tile % 2]) + Tiles::place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const uint32 v = ptx::shared_address(s.halves[tile % 2]) + Tiles::kSideBytes + Tiles::place_of(lane % 16, lane / 16);
   Products x = {};
 #pragma unroll
   for (int m = 0; m < kSteps; ++m) {
@@ -1166,7 +1214,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
     for (int n = 0; n < kParts; ++n) q.get(n, m, a[n]);
 #pragma unroll
     for (int u = 0; u < kTile / 16; ++u) {
-      const uint4 b = ptx::load_matrices((k ^ 32 * m) + u * 16 * kHalfRow);
+      const uint4 b = ptx::load_matrices((k ^ 32 * m) + u * 16 * Tiles::kHalfRow);
 #pragma unroll
       for (int n = 0; n < kParts; ++n) {
         ptx::mma_half<Mma>(x[n][2 * u], a[n], b.x, b.y);
@@ -1174,10 +1222,10 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
       }
     }
   }
-  if constexpr (kSoftCap) cap(p, x, scales);
-  const uint32* present = s.present[tile % kPlaceTurns];
+  if constexpr (kSoftCap) State::cap(p.soft_cap, x, scales);
+  const uint32* present = s.present[tile % Tiles::kPlaceTurns];
   constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
-  const bool whole = present[0] == kAll && (kWords == 1 || present[kWords - 1] == kAll);
+  const bool whole = present[0] == kAll && (Tiles::kWords == 1 || present[Tiles::kWords - 1] == kAll);
   if (partial || !whole) mask(p, block, start, present, x);
   const Scales used = kSoftCap ? Scales::ones() : scales;
   state.keep_above(x, used);
@@ -1200,7 +1248,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
     }
 #pragma unroll
     for (int m = 0; m < kSteps; ++m) {
-      const uint4 b = ptx::load_matrices_transposed((v ^ 32 * m) + u * 16 * kHalfRow);
+      const uint4 b = ptx::load_matrices_transposed((v ^ 32 * m) + u * 16 * Tiles::kHalfRow);
 #pragma unroll
       for (int n = 0; n < kParts; ++n) {
         ptx::mma_half<Mma>(state.o[n][2 * m], weights[n], b.x, b.y);
@@ -1278,21 +1326,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
   const Sight all(p, block, block.first_row, min(kRows, block.rows(p) - block.first_row));
   const int seen = all.some_first(), seen_end = all.some_end();
   const int begin = seen / kTile * kTile, tiles = int(ceil_div(seen_end - begin, kTile));
-  const uint32 inverse = (0x80000000u + p.page - 1) / p.page;
-  for (int tile = 0; tile <= kAhead; ++tile) {
+  const uint32 inverse = inverse_of_page(p);
+  for (int tile = 0; tile <= Tiles::kAhead; ++tile) {
     Lookup(p, block.request, inverse, begin + tile * kTile, seen, seen_end).put(p, s, tile);
   }
   Queries queries;
   Scales scales;
   State state;
-  queries.load(p, block, s, scales);
+  queries.load(p, block, Tiles::kUnit, ptx::shared_address(s.rest) + 2 * Tiles::kRawBytes, scales);
   state.clear();
   __syncthreads();  // the places are known
-  for (int tile = 0; tile < min(kAhead, tiles); ++tile) copy_tile(p, s, block.head, tile);
+  for (int tile = 0; tile < min(Tiles::kAhead, tiles); ++tile) Tiles::copy_tile(p, s, block.head, tile);
   ptx::copy_async_wait();
   __syncthreads();
   if constexpr (!kHalves) {
-    if (tiles > 0) decode_tile(s, 0);
+    if (tiles > 0) Tiles::decode_tile(s, 0);
     __syncthreads();
   }
   // The tokens that rows of this warp see
@@ -1303,18 +1351,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int start = begin + tile * kTile;
-    const Lookup ahead(p, block.request, inverse, start + (kAhead + 1) * kTile, seen, seen_end);
-    if (tile + kAhead < tiles) copy_tile(p, s, block.head, tile + kAhead);
+    const Lookup ahead(p, block.request, inverse, start + (Tiles::kAhead + 1) * kTile, seen, seen_end);
+    if (tile + Tiles::kAhead < tiles) Tiles::copy_tile(p, s, block.head, tile + Tiles::kAhead);
     if (start < end && start + kTile > first) {
       const bool partial = start < all_first || start + kTile > all_end;
       attend(p, block, s, tile, start, partial, queries, scales, state);
     }
     if constexpr (!kHalves) {
-      if (tile + 1 < tiles) decode_tile(s, tile + 1);
+      if (tile + 1 < tiles) Tiles::decode_tile(s, tile + 1);
     }
-    ahead.put(p, s, (tile + kAhead + 1) % kPlaceTurns);
+    ahead.put(p, s, (tile + Tiles::kAhead + 1) % Tiles::kPlaceTurns);
     ptx::copy_async_wait();
     __syncthreads();
   }
-  state.finish(p, block);
+  state.finish(p, block, Tiles::kUnit);
 }
