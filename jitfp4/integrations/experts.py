@@ -58,7 +58,7 @@ class ExpertsModule(nn.Module):
         self.shape = shape
         self._experts: Fp4Experts | None = None
         self._source: Source | None = None
-        self._in_fp8 = False
+        self.in_fp8 = False
         for part in _PARTS:
             self.register_buffer(part, None)
 
@@ -174,11 +174,11 @@ class ExpertsModule(nn.Module):
     def multiply_in_fp8(self) -> None:
         """Have activations in E4M3 where experts have many rows in the mean. Raises ArgumentError."""
         fp8.check_gpu(self.experts.w13)
-        self._in_fp8 = True
+        self.in_fp8 = True
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """[tokens, hidden] of a 16-bit dtype, [tokens, slots], [tokens, slots] to [tokens, hidden]."""
-        rows = top_k_index.numel() // self.shape.experts
+        many = fp8.least_tokens(self.shape.experts, top_k_index.shape[1])
         dtype = hidden_states.dtype if hidden_states.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
         return fp4_experts(
             hidden_states.to(dtype).contiguous(),
@@ -188,7 +188,7 @@ class ExpertsModule(nn.Module):
             activation=self.shape.activation,
             swiglu_alpha=self.shape.swiglu_alpha,
             swiglu_limit=self.shape.swiglu_limit,
-            activations="fp8" if self._in_fp8 and rows >= fp8.LEAST_ROWS_OF_EXPERT else None,
+            activations="fp8" if self.in_fp8 and top_k_index.shape[0] >= many else None,
         ).to(hidden_states.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertsModule:

@@ -12,14 +12,19 @@ from jitfp4.families.gemm import Fp4Weight, fp8_row_scale, mm_bf16_fp4, mm_fp8_f
 from jitfp4.families.norm import rows_fp8quant
 from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN
 from jitfp4.formats import MXFP4, NVFP4
+from jitfp4.layouts import ceil_div
 from jitfp4.tensors import device_arch
 
 LEAST_ROWS = 512
 """Rows of activations from which products are in FP8: below, products in 16 bits are as fast (h200/fp8.csv)."""
 
-
 LEAST_ROWS_OF_EXPERT = 128
 """The mean number of rows of an expert from which experts are in FP8: with fewer they gain little, or lose."""
+
+
+def least_tokens(experts: int, slots: int) -> int:
+    """Tokens of ``slots`` experts each from which a layer of so many, on all GPUs together, is in FP8."""
+    return ceil_div(LEAST_ROWS_OF_EXPERT * experts, slots)
 
 
 def check_gpu(weight: torch.Tensor) -> None:

@@ -120,15 +120,34 @@ def load_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, max_tokens
     """Load the kernels for 1 to ``max_tokens`` tokens of ``slots`` experts each; nothing on a CPU."""
     if experts.w13.is_cuda:
         target = engine.target_of(experts.w13)
-        product = Product.GATED if experts.gated else Product.PLAIN
-        n = 2 * experts.inter if experts.gated else experts.inter
-        shape = (HALVES[dtype], experts.format, experts.w13.shape[0], slots, max_tokens)
-        _load_experts(target, EXPERTS_UP, (product, n, experts.hidden), *shape)
-        _load_experts(target, EXPERTS_DOWN, (Product.DOWN, experts.hidden, experts.inter), *shape)
-        _load_experts(target, EXPERTS_RESULTS, (Product.DOWN, experts.hidden, experts.inter), *shape)
-        _load(EXPERTS_ROUTE, (RouteProblem(t, slots, shape[2]) for t in _tokens(max_tokens)), target)
+        _load_layer(target, experts, dtype, slots, max_tokens)
+        _load(EXPERTS_ROUTE, (RouteProblem(t, slots, experts.experts) for t in _tokens(max_tokens)), target)
         if target.arch.has_wgmma:  # for its product up of many rows
             _load(EXPERTS_GATHER, [GatherProblem(HALVES[dtype], max_tokens, slots, items=1, item_rows=1)], target)
+
+
+def load_fp8_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, least_tokens: int, max_tokens: int) -> None:
+    """Load what ``least_tokens`` to ``max_tokens`` tokens in FP8 need beside load_experts(); nothing on a CPU."""
+    if experts.w13.is_cuda and max_tokens >= least_tokens:
+        target = engine.target_of(experts.w13)
+        _load_layer(target, experts, dtype, slots, max_tokens, least_tokens)
+        rows = GatherProblem(HALVES[dtype], max_tokens, slots, items=1, item_rows=1, fp8=True)
+        _load(EXPERTS_GATHER, [rows], target)
+
+
+def _load_layer(
+    target: engine.Target,
+    experts: Fp4Experts,
+    dtype: torch.dtype,
+    slots: int,
+    max_tokens: int,
+    fp8_from: int | None = None,
+) -> None:
+    up = (Product.GATED if experts.gated else Product.PLAIN, experts.rows13, experts.hidden)
+    down = (Product.DOWN, experts.hidden, experts.inter)
+    for operation, matrix in ((EXPERTS_UP, up), (EXPERTS_DOWN, down), (EXPERTS_RESULTS, down)):
+        shape = (HALVES[dtype], experts.format, experts.experts, slots, max_tokens, fp8_from)
+        _load_experts(target, operation, matrix, *shape)
 
 
 @engine.until_reset
@@ -141,8 +160,9 @@ def _load_experts(
     experts: int,
     slots: int,
     max_tokens: int,
+    fp8_from: int | None,
 ) -> None:
-    problems = expert_products(matrix, dtype, block_format, experts, slots, max_tokens, target.arch)
+    problems = expert_products(matrix, dtype, block_format, experts, slots, max_tokens, target.arch, fp8_from)
     if operation is EXPERTS_RESULTS:
         problems = (one for one in problems if isinstance(EXPERTS_DOWN.select(one, target.arch), CombineTactic))
     _load(operation, problems, target)
@@ -156,17 +176,21 @@ def expert_products(
     slots: int,
     max_tokens: int,
     arch: Arch,
+    fp8_from: int | None = None,
 ) -> Iterator[ExpertsProblem]:
-    """Problems that select every kernel of a product by weights ``[n, k]`` for up to ``max_tokens`` tokens."""
-    product, n, k = matrix
-    for tokens in _tokens(max_tokens):
-        item_rows = item_rows_of(tokens * slots, experts, arch)
-        yield ExpertsProblem(product, dtype, block_format, tokens, slots, experts, n, k, item_rows)
+    """Problems that select every kernel of a product by weights ``[n, k]`` for up to ``max_tokens`` tokens.
+
+    With ``fp8_from`` those of products in FP8, of so many tokens and more.
+    """
+    (product, n, k), fp8 = matrix, fp8_from is not None
+    for tokens in _tokens(max_tokens, fp8_from or 1):
+        item_rows = item_rows_of(tokens * slots, experts, arch, fp8=fp8)
+        yield ExpertsProblem(product, dtype, block_format, tokens, slots, experts, n, k, item_rows, fp8)
 
 
-def _tokens(most: int) -> Iterator[int]:
+def _tokens(most: int, least: int = 1) -> Iterator[int]:
     """Numbers of tokens: every one up to 1024, then steps of a 64th, which no table tells apart."""
-    tokens = 1
+    tokens = least
     while tokens < most:
         yield tokens
         tokens += 1 + tokens // 1024 * 16

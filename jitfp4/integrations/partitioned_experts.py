@@ -13,7 +13,8 @@ import torch
 from jitfp4.families.experts import prepare_fp4_experts
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.integrations.checkpoints import Names
-from jitfp4.integrations.kernels import load_experts
+from jitfp4.integrations.fp8 import check_gpu
+from jitfp4.integrations.kernels import load_experts, load_fp8_experts
 from jitfp4.layouts import SfLayout
 
 MULTIPLE = 32  # of hidden and intermediate sizes
@@ -30,15 +31,22 @@ class PartitionedFp4Experts:
         slots: experts of a token.
         max_tokens: the most rows of activations.
         biased: whether there are biases.
+        fp8_from: tokens from which activations are quantized to E4M3; None: they never are.
     """
 
     names: Names
 
     def __init__(
-        self, block_format: BlockFormat, order: str | None, slots: int, max_tokens: int, biased: bool = False
+        self,
+        block_format: BlockFormat,
+        order: str | None,
+        slots: int,
+        max_tokens: int,
+        biased: bool = False,
+        fp8_from: int | None = None,
     ) -> None:
         self.format, self.order, self.slots, self.max_tokens = block_format, order, slots, max_tokens
-        self.has_biases = biased
+        self.has_biases, self.fp8_from = biased, fp8_from
 
     def create_weights(
         self,
@@ -69,7 +77,10 @@ class PartitionedFp4Experts:
                 register(f"{matrix}_bias", (rows,), params_dtype, None)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare the weights, free the checkpoint's tensors, and load the kernels that the layer can need."""
+        """Prepare the weights, free the checkpoint's tensors, and load the kernels that the layer can need.
+
+        Raises ArgumentError where activations are to be in E4M3, on a GPU without such products.
+        """
         given: dict[str, torch.Tensor] = {}
         biases = ("bias",) if self.has_biases else ()
         for matrix in ("w13", "w2"):
@@ -89,7 +100,14 @@ class PartitionedFp4Experts:
             w13_bias=given.get("w13_bias"),
             w2_bias=given.get("w2_bias"),
         )
+        if self.fp8_from is not None:
+            check_gpu(layer.fp4_experts.w13)
+            load_fp8_experts(layer.fp4_experts, layer.params_dtype, self.slots, self.fp8_from, self.max_tokens)
         load_experts(layer.fp4_experts, layer.params_dtype, self.slots, self.max_tokens)
+
+    def activations_of(self, x: torch.Tensor) -> str | None:
+        """What fp4_experts() is to make of ``x [tokens, hidden]`` and of what is between its products."""
+        return "fp8" if self.fp8_from is not None and x.shape[0] >= self.fp8_from else None
 
     def _scalars(self) -> tuple[str, ...]:
         """The names of the scales of whole matrices."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,11 @@ from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentTypeError
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
+from jitfp4.families.experts.problem import GatherProblem, Product
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
-from jitfp4.families.experts.problem import Product
+from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -41,11 +45,14 @@ from jitfp4.integrations.kernels import (
     fp8_products,
     load_appends,
     load_attention,
+    load_fp8_experts,
     load_products,
     products,
 )
 
 ARCHS = ["sm_80", "sm_90a", "sm_100a"]
+ARCH = Arch.of("sm_90a")
+FP8_KERNELS = ("quantize", "wide_up", "wide_down", "combine")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -121,6 +128,43 @@ def test_experts_of_every_number_of_tokens(arch: str, shape: tuple[int, int, int
             for t in range(1, 2501)
         )
         assert set(warmup.needed(operation, every, target)) <= set(listed)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_in_fp8_of_every_number_of_tokens(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, listed = engine.Target(Arch.of("sm_90a"), 0), set()
+    monkeypatch.setattr(engine, "target_of", lambda _: target)
+    monkeypatch.setattr(kernels, "_load", lambda one, problems, _: listed.update(warmup.needed(one, problems, ARCH)))
+    up, hidden, inter, slots, least, most = (
+        384 << gated,
+        1024,
+        384,
+        4,
+        1024,
+        1500,
+    )  # from 128 rows of each expert on
+    layer: Any = SimpleNamespace(
+        w13=SimpleNamespace(is_cuda=True), experts=32, rows13=up, hidden=hidden, inter=inter, gated=gated, format=NVFP4
+    )
+    load_fp8_experts(layer, torch.bfloat16, slots, least, least - 1)
+    assert not listed
+    load_fp8_experts(layer, torch.bfloat16, slots, least, most)
+    products = (
+        (EXPERTS_UP, Product.GATED if gated else Product.PLAIN, up, hidden),
+        (EXPERTS_DOWN, Product.DOWN, hidden, inter),
+        (EXPERTS_RESULTS, Product.DOWN, hidden, inter),
+    )
+    needed = set(warmup.needed(EXPERTS_GATHER, [GatherProblem(DType.BF16, most, slots, 9, 256, fp8=True)], ARCH))
+    for operation, product, n, k in products:
+        every = (
+            ExpertsProblem(
+                product, DType.BF16, NVFP4, t, slots, 32, n, k, item_rows_of(t * slots, 32, ARCH, fp8=True), fp8=True
+            )
+            for t in range(least, most + 1)
+        )
+        needed.update(warmup.needed(operation, every, ARCH))
+    assert {task.kernel.name for task in needed} == {f"experts/{kind}" for kind in FP8_KERNELS}
+    assert listed == needed
 
 
 def test_kernels_are_loaded_again_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:

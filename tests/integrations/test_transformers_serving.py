@@ -18,7 +18,14 @@ from jitfp4.families.experts.problem import Product
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.kv.operation import quantize
 from jitfp4.integrations import kernels
-from jitfp4.integrations.transformers import Jitfp4Config, Nvfp4Cache, load_kernels, register, serving
+from jitfp4.integrations.transformers import (
+    Jitfp4Config,
+    Nvfp4Cache,
+    load_kernels,
+    register,
+    serving,
+    use_fp8_activations,
+)
 from jitfp4.operation import Operation
 from tests.support.tiny_models import load, prompts, save
 
@@ -81,3 +88,15 @@ def test_no_step_needs_another_kernel(
     assert needed.keys() == named.keys()
     for operation, tasks in needed.items():
         assert tasks <= named[operation], operation
+
+
+def test_experts_in_fp8_are_loaded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[tuple[int, ...]] = []
+    monkeypatch.setattr(serving, "load_fp8_experts", lambda _, __, *sizes: loads.append(sizes))
+    model = load(save("qwen3_moe", tmp_path / "floats"), quantization_config=Jitfp4Config())
+    load_kernels(model, requests=1, max_cache_len=16, max_tokens=9)
+    assert not loads
+    use_fp8_activations(model)
+    load_kernels(model, requests=1, max_cache_len=16, max_tokens=9)
+    sizes = model.config.num_experts, model.config.num_experts_per_tok
+    assert set(loads) == {(sizes[1], 128 * sizes[0] // sizes[1], 9)}

@@ -23,7 +23,10 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import jitfp4.integrations.vllm as plugin
+from jitfp4 import ArgumentError, fp4_experts
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.integrations import partitioned_experts
+from jitfp4.integrations.fp8 import LEAST_ROWS_OF_EXPERT
 from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod, GptOssFp4ExpertsMethod
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
@@ -376,6 +379,35 @@ def test_experts_of_gpt_oss_equal_the_checkpoint() -> None:
     assert torch.nn.functional.cosine_similarity(out.double(), exact).min() > 0.9999
     assert ((out.double() - exact).abs() <= 2**-6 * exact.abs().amax(1, keepdim=True)).all()
     assert not hasattr(layer, "w13_weight") and not hasattr(layer, "w2_bias")
+
+
+def test_experts_of_many_tokens_are_in_fp8_where_it_is_asked_for(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[tuple[int, ...]] = []
+    monkeypatch.setattr(partitioned_experts, "load_fp8_experts", lambda _, __, *sizes: loads.append(sizes))
+    many, made = EXPERTS * LEAST_ROWS_OF_EXPERT // 2, torch.Generator().manual_seed(0)  # of two experts each
+    x = torch.randn(many, HIDDEN, generator=made)
+    ids = torch.randint(EXPERTS, (many, 2), generator=made)
+    router = torch.ones(many, 2, dtype=torch.float32)
+    for asked in ({}, {"jitfp4_activations": "fp8"}):
+        with monkeypatch.context() as patch:
+            patch.setattr(config, "additional_config", asked)
+            layer = experts_of("mxfp4")
+        for name, parameter in layer.named_parameters():
+            low, high = (0, 256) if name.endswith("packed") else (123, 125)  # codes; scales of 1 / 16 and 1 / 8
+            parameter.data = torch.randint(low, high, parameter.shape, generator=made).byte()
+        layer.quant_method.process_weights_after_loading(layer)
+        for tokens in (many, many - 1):
+            given = x[:tokens], layer.fp4_experts, ids[:tokens], router[:tokens]
+            out = layer.quant_method.apply(layer, given[0], given[3], given[2])
+            by_mode = [fp4_experts(*given, activations=mode) for mode in (None, "fp8")]
+            equal = [torch.equal(out, own) for own in by_mode]
+            assert equal == ([False, True] if asked and tokens == many else [True, False])
+    assert loads == [(2, many, config.scheduler_config.max_num_batched_tokens)]
+    monkeypatch.setattr(config, "additional_config", {"jitfp4_activations": "fp4"})
+    with pytest.raises(ArgumentError, match="jitfp4_activations: got 'fp4'; allowed: 'fp8' or None"):
+        experts_of("mxfp4")
 
 
 def test_experts_that_jitfp4_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> None:

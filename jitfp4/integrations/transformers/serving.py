@@ -8,11 +8,13 @@ import torch
 
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.integrations.experts import ExpertsModule
+from jitfp4.integrations.fp8 import least_tokens
 from jitfp4.integrations.kernels import (
     Traffic,
     load_appends,
     load_attention,
     load_experts,
+    load_fp8_experts,
     load_fp8_products,
     load_growing,
     load_products,
@@ -43,6 +45,9 @@ def load_kernels(model: Any, *, requests: int, max_cache_len: int, max_tokens: i
                 load_fp8_products(module.multiplied, dtype, max_tokens)
         elif isinstance(module, ExpertsModule):
             load_experts(module.experts, dtype, slots, max_tokens)
+            if module.in_fp8:
+                least = least_tokens(module.shape.experts, slots)
+                load_fp8_experts(module.experts, dtype, slots, least, max_tokens)
         elif (glue := needed(module, config, dtype, max_tokens)) is not None:
             load_growing(*glue, like=next(module.parameters()))
         for hybrid in needed_by_delta_nets(module, dtype, config.num_attention_heads, requests, max_tokens):

@@ -16,7 +16,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from jitfp4.families.experts import fp4_experts
 from jitfp4.formats import BlockFormat
 from jitfp4.integrations.checkpoints import NAMES, Names, Source
+from jitfp4.integrations.fp8 import least_tokens
 from jitfp4.integrations.partitioned_experts import MULTIPLE, PartitionedFp4Experts
+from jitfp4.integrations.vllm.options import asks_for_fp8
 
 _ACTIVATIONS = {  # by vLLM's name: jitfp4's, and the order of w13's rows
     MoEActivation.SILU: ("swiglu", "concatenated gate,up"),
@@ -29,6 +31,7 @@ _ACTIVATIONS = {  # by vLLM's name: jitfp4's, and the order of w13's rows
 class Fp4ExpertsMethod(PartitionedFp4Experts, FusedMoEMethodBase):
     """Experts of vLLM; see PartitionedFp4Experts.
 
+    With ``--additional-config '{"jitfp4_activations": "fp8"}'`` activations of many tokens are quantized to E4M3.
     vLLM's loader asks for the name of this class: hence one for each kind of checkpoint.
 
     Args:
@@ -41,8 +44,10 @@ class Fp4ExpertsMethod(PartitionedFp4Experts, FusedMoEMethodBase):
     def __init__(self, moe: Any, block_format: BlockFormat) -> None:
         FusedMoEMethodBase.__init__(self, moe)
         self.activation, order = _ACTIVATIONS[moe.activation]
-        max_tokens = int(get_current_vllm_config().scheduler_config.max_num_batched_tokens)
-        PartitionedFp4Experts.__init__(self, block_format, order, moe.experts_per_token, max_tokens, moe.has_bias)
+        config, slots = get_current_vllm_config(), moe.experts_per_token
+        max_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        fp8_from = least_tokens(moe.num_experts, slots) if asks_for_fp8(config) else None
+        PartitionedFp4Experts.__init__(self, block_format, order, slots, max_tokens, moe.has_bias, fp8_from)
 
     @classmethod
     def serves(cls, moe: Any) -> bool:
@@ -72,6 +77,7 @@ class Fp4ExpertsMethod(PartitionedFp4Experts, FusedMoEMethodBase):
             swiglu_beta=layer.swiglu_beta,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            activations=self.activations_of(x),
         )
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:

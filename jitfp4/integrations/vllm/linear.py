@@ -6,10 +6,10 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-from jitfp4.errors import ArgumentError
 from jitfp4.formats import BlockFormat
 from jitfp4.integrations.checkpoints import Source
 from jitfp4.integrations.partitions import Parameters, PartitionedFp4Linear
+from jitfp4.integrations.vllm.options import asks_for_fp8
 
 
 @register_weight_loader_v2_supported_method
@@ -26,8 +26,5 @@ class Fp4LinearMethod(PartitionedFp4Linear, LinearMethodBase):
 
     def __init__(self, source: Source, block_format: BlockFormat, prefix: str) -> None:
         config = get_current_vllm_config()
-        activations = config.additional_config.get("jitfp4_activations")
-        if activations not in (None, "fp8"):
-            raise ArgumentError("additional_config, jitfp4_activations", repr(activations), "'fp8' or None")
         max_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        super().__init__(source, block_format, prefix, max_tokens, activations == "fp8")
+        super().__init__(source, block_format, prefix, max_tokens, asks_for_fp8(config))
