@@ -28,19 +28,20 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import product as pairs_of
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from bench import experts_peers
-from bench.bench_gemm import COLD_BYTES, READ, Replay, medians, replay_us
+from bench.bench_gemm import COLD_BYTES, READ, medians, replay_us
+from bench.experts_layers import LAYERS, ROUTINGS, Case, Copies, Layer, layer_replay, make_case, make_copies
 from bench.harness import geomean, write_results
 from bench.stamp import stamp
-from jitfp4 import Fp4Experts, fp4_experts, nvrtc
+from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
@@ -52,138 +53,22 @@ from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import forced_item_rows, item_rows_of
-from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.formats import DType
 from jitfp4.layouts import ceil_div
 from jitfp4.narrow import TILE_MS
 from jitfp4.spec import I64, Geometry, Ptr
-from jitfp4.weight import CODE_BYTES, TILE_COLS, TILE_ROWS, tile_bytes
 
-
-@dataclass(frozen=True)
-class Layer:
-    name: str
-    experts: int
-    slots: int
-    hidden: int
-    inter: int
-    format: BlockFormat
-    activation: str
-    biases: bool
-    goals: dict[int, float]  # us by tokens
-
-    @property
-    def flops(self) -> int:
-        """Of one row of an expert."""
-        return 6 * self.hidden * self.inter
-
-    @property
-    def expert_bytes(self) -> int:
-        values = 3 * self.hidden * self.inter
-        return values // 2 + values // self.format.block
-
-
-LAYERS = (
-    Layer("gpt-oss-120b", 128, 4, 2880, 2880, MXFP4, "swigluoai", True, {1: 20, 8: 105, 64: 385, 256: 450, 2048: 820}),
-    Layer("qwen3-30b-a3b", 128, 8, 2048, 768, NVFP4, "swiglu", False, {1: 12, 8: 42, 64: 95, 256: 115, 2048: 330}),
-    Layer("deepseek-v3-ep8", 32, 1, 7168, 2048, NVFP4, "swiglu", False, {1: 14, 8: 50, 64: 190, 256: 215, 2048: 430}),
-)
 TOKENS = (1, 8, 64, 256, 2048)
-ROUTINGS = ("uniform", "zipf", "8 experts")
 SEARCHED_TOKENS = (1, 8, 64)
 FP8_TOKENS = (256, 2048, 8192)
 PEERS = Path(__file__).parent / "results/h200/experts_peers.csv"
-COPIES = 2
 REPLAYS = 7
 PEAK_TFLOPS = 770
 _KERNELS = EXPERTS_UP.kernels, (*EXPERTS_DOWN.kernels, *EXPERTS_RESULTS.kernels)
 _KINDS = ("narrow", "stream", "wide")
-_SCALES = 0x88  # every scale is 2^-4
 _NEARLY = 1.08  # times the fastest
 _SEARCH_REPLAYS = 5
-_LEAST_CALLS, _MOST_CALLS = 4, 32
 _FEWEST_ROWS, _MOST_ROOM = 16, 2.6  # of an item of a wide tactic; over the mean rows of an expert
-
-
-class Copies(NamedTuple):
-    """Copies of a layer, and what a kernel that only reads them takes."""
-
-    experts: list[Fp4Experts]
-    data: list[torch.Tensor]  # w13 and w2 of a copy in one piece
-
-
-def make_copies(layer: Layer) -> Copies:
-    """Random codes and constant scales, made where they are used."""
-    found = [_make(layer) for _ in range(COPIES)]
-    return Copies([experts for experts, _ in found], [data for _, data in found])
-
-
-def _make(layer: Layer) -> tuple[Fp4Experts, torch.Tensor]:
-    shapes = [
-        (layer.experts, ceil_div(n, TILE_ROWS), ceil_div(k, TILE_COLS), tile_bytes(layer.format))
-        for n, k in ((2 * layer.inter, layer.hidden), (layer.hidden, layer.inter))
-    ]
-    sizes = [shape[0] * shape[1] * shape[2] * shape[3] for shape in shapes]
-    data = torch.empty(sum(sizes), dtype=torch.uint8, device="cuda").random_(0, 256)
-    w13, w2 = data[: sizes[0]].view(shapes[0]), data[sizes[0] :].view(shapes[1])
-    for weight in (w13, w2):
-        weight[..., CODE_BYTES:] = _SCALES
-    rows = [(shape[0], shape[1] * TILE_ROWS) for shape in shapes]
-    scales = [torch.full(shape, 2.0**-3, device="cuda") for shape in rows]
-    biases = [torch.randn(shape, device="cuda") if layer.biases else None for shape in rows]
-    experts = Fp4Experts(
-        w13, scales[0], biases[0], w2, scales[1], biases[1], layer.hidden, layer.inter, True, layer.format
-    )
-    return experts, data
-
-
-def make_ids(layer: Layer, tokens: int, routing: str, generator: torch.Generator) -> torch.Tensor:
-    """int32 [tokens, slots]: different experts for each token."""
-    weights = torch.ones(layer.experts)
-    if routing == "zipf":
-        weights = 1 / torch.arange(1, layer.experts + 1)
-    elif routing == "8 experts":
-        weights[8:] = 0
-    shuffled = weights[torch.randperm(layer.experts, generator=generator)]
-    return torch.multinomial(shuffled.expand(tokens, -1), layer.slots, generator=generator).int()
-
-
-class Case(NamedTuple):
-    """A layer, and routings through it, one for each call of a graph."""
-
-    layer: Layer
-    tokens: int
-    ids: list[torch.Tensor]
-    weights: torch.Tensor
-    x: torch.Tensor
-    touched: float
-
-    @property
-    def bytes(self) -> int:
-        return int(self.touched * self.layer.expert_bytes)
-
-
-def make_case(layer: Layer, tokens: int, routing: str) -> Case:
-    generator = torch.Generator().manual_seed(tokens)
-    first = make_ids(layer, tokens, routing, generator)
-    size = len(first.unique()) * layer.expert_bytes
-    count = min(_MOST_CALLS, max(_LEAST_CALLS, 2 * ceil_div(COLD_BYTES, size)))
-    ids = [first, *(make_ids(layer, tokens, routing, generator) for _ in range(count - 1))]
-    touched = sum(len(one.unique()) for one in ids) / len(ids)
-    weights = torch.rand(tokens, layer.slots, device="cuda")
-    x = torch.randn(tokens, layer.hidden, device="cuda").bfloat16()
-    return Case(layer, tokens, [one.to(device="cuda") for one in ids], weights, x, touched)
-
-
-def layer_replay(case: Case, copies: Copies, activations: str | None = None) -> Replay:
-    out = torch.empty_like(case.x)
-    calls = [
-        partial(
-            fp4_experts, case.x, copies.experts[number % COPIES], ids, case.weights,
-            activation=case.layer.activation, activations=activations, out=out,
-        )
-        for number, ids in enumerate(case.ids)
-    ]  # fmt: skip
-    return Replay(calls)
 
 
 class Read:

@@ -24,18 +24,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from bench.bench_gemm import Replay
+from bench.experts_layers import COPIES, LAYERS, Case, Layer, make_case
 from jitfp4.formats import MXFP4
 from jitfp4.layouts import ceil_div, round_up
 
-if TYPE_CHECKING:
-    from bench.bench_experts import Case, Layer
-
-COPIES = 2
 _SCALE = {16: 0x38, 32: 0x78}  # bytes of a scale by the block: 1 and 2^-7
 _VLLM_E2M1 = 562949953487106  # vLLM's number of the type
 _HUMMING = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"})
@@ -370,7 +367,7 @@ def main() -> None:
     """Compile what peers compile, into their caches, before bench_experts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    from bench.bench_experts import LAYERS, TOKENS, make_case
+    from bench.bench_experts import TOKENS
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(compile_humming, LAYERS, TOKENS)

@@ -1293,7 +1293,8 @@ constexpr int kAlphas = 7;  // of queries, keys, values, o, gates, ups, down
 // The words of each product's inputs and outputs, and of attention's parts.
 struct Words { uint64 *h, *qkv, *att, *h2, *act, *parts; };
 
-// Shared has x and zeros, sums of the warps in `wide` and `rows`, and `own`, this CTA's share of hidden values.
+// Shared has x and zeros, sums of the warps in `wide` and `rows`, of squares in `squares`, and `own`, this CTA's share
+// of hidden values.
 template <class C, class Shared> struct Products {
   using T = typename C::T;
   using Share = Shares<C>;

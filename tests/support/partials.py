@@ -1,0 +1,235 @@
+"""What makes the compiler read the templates in partials: stubs of what they take, and code with them."""
+
+from __future__ import annotations
+
+from tests.support import gemm_partials
+
+GDN = """
+struct Stub {
+  using In = f16;
+  using State = float;
+  static constexpr StateLayout kStateLayout = StateLayout::kVk;
+  static constexpr bool kGeneral = true;
+  static constexpr int kHeadDim = 128, kValueDim = 128, kMaxTokens = 4, kTileV = 64, kIlpRows = 2, kWarps = 4;
+  static constexpr int kAhead = 64, kLanes = 8;
+};
+using C = Lanes<Stub>;
+struct Operands {
+  const In *q, *k, *v;
+  const void *a, *b, *slots, *step_slots, *dt_bias;
+  const float* a_log;
+  const float* state;
+  int tokens, batch, pool, heads_ratio, value_heads, a_bytes, b_bytes, slot_bytes, step_slot_bytes, dt_bias_type;
+  int64 state_stride, state_head_gap, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride, v_batch_stride;
+  int64 a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, steps_batch_stride, steps_token_stride;
+};
+""".replace("const In *q", "const f16 *q")
+GDN_ROWS = """
+__global__ void rows(C::Rows& h, float* p) {
+  load_rows<C, StateLayout::kVk>(h, p + lane_offset<C, StateLayout::kKv>(0, 0));
+  store_rows<C, To::kShared, StateLayout::kKv>(h, p);
+}
+"""
+REQUEST = """
+struct Operands {
+  const int32 *cum_q, *page_ends, *seq_lens, *tables, *mask_ends;
+  const uint8 *k, *v, *k_scales, *v_scales, *mask;
+  int   batch, q_len, total_q, num_pages, max_pages, table_stride, v_table, page, group, window_left, kv_heads;
+  int   k_page_stride, k_token_stride, v_page_stride, v_token_stride, mask_row_bytes, causal;
+  int   k_scales_page_stride, k_scales_token_stride, v_scales_page_stride, v_scales_token_stride;
+  int64 k_head_stride, v_head_stride, k_scales_head_stride, v_scales_head_stride, mask_bytes;
+};
+"""
+ROWS = """
+struct Operands {
+  const bf16* q;
+  bf16*       out;
+  float *     lse, bmm1, bmm2;
+  const float *bmm1_tensor, *bmm2_tensor, *sinks;
+  int   group, kv_heads;
+  int64 q_token_stride, q_head_stride;
+};
+struct Block {
+  struct { int q_begin; } request;
+  int head, first_row;
+  __device__ int rows(const Operands&) const { return 8; }
+};
+"""
+USES: dict[str, tuple[str, str]] = {
+    **gemm_partials.USES,
+    "attention/blocks.cuh.j2": (
+        "sm_80",
+        REQUEST + "__global__ void run(const Operands& p, int* to) {\n  RowBlock<64, 16> block;\n"
+        "  if (!block.find(p)) return;\n"
+        "  *to = block.rows(p) + Sight(p, block, 0, 16).some_first() + block.mask.bits(p, 0, 0);\n}\n",
+    ),
+    "attention/rows.cuh.j2": (
+        "sm_80",
+        ROWS + "__global__ void run(const Operands& p, Block& block, uint32 (&a)[4], float (&x)[2][8][4]) {\n"
+        "  RowQueries<bf16, f16, 128, 2, 128, false> held;\n  RowSoftmax<2, 64, 128> state;\n"
+        "  RowScales<2> scales;\n  held.load(p, block, 1, 0, scales), held.get(1, 2, a), state.clear();\n"
+        "  state.cap(1, x, scales), state.keep_above(x, scales.ones()), state.finish(p, block, 1);\n}\n",
+    ),
+    "attention/tiles.cuh.j2": (
+        "sm_80",
+        REQUEST + "struct Request { int table; };\ntemplate struct CacheTiles<4, 128, 128, true, 64, 128, 0>;\n"
+        "using Tiles = CacheTiles<8, 80, 128, false, 32, 256, 64>;\n"
+        "__global__ void run(const Operands& p, Tiles::Shared& s, const Request& r) {\n"
+        "  Tiles::Lookup(p, r, 1, 2, 3, 4).put(p, s, 0), Tiles::copy_tile(p, s, 0, 1), Tiles::decode_tile(s, 1);\n}\n",
+    ),
+    "attention/codes.cuh.j2": (
+        "sm_100a",
+        "__global__ void run(uint32 (&pair)[4]) { decode(5, pair), pair[0] = decode_scales(multiply_add(1, 2, 3)); }\n",
+    ),
+    "attention/columns.cuh.j2": (
+        "sm_80",
+        REQUEST + "__global__ void run(const Operands& p, int* to) { *to = column_of(3, inverse_of_page(p)); }\n",
+    ),
+    "attention/products.cuh.j2": ("sm_90a", "__global__ void run(float (&d)[16]) { hold(d); }\n"),
+    "attention/scales.cuh.j2": (
+        "sm_80",
+        "struct Operands { float bmm1, bmm2; const float *bmm1_tensor, *bmm2_tensor, *sinks; };\n"
+        "__global__ void run(const Operands& p, float* x) {\n"
+        "  const float factor = add_sink(p, 0, x[0], x[1]) * logit_scale(p, 1) * query_exponent(x[0]);\n"
+        "  x[2] = output_factor(factor, output_scale(p, 1), x[1]), x[3] = row_lse(x[0], x[1]);\n}\n",
+    ),
+    "attention/references.cuh.j2": (
+        "sm_80",
+        "__global__ void run(float* x) { *x = next_reference(RowScales<2>::ones().x[1][0], kNone); }\n",
+    ),
+    "attention/request.cuh.j2": (
+        "sm_80",
+        REQUEST + "__global__ void run(const Operands& p, TiledRequest<32, 8, 2>& r) { r.load(p, r.items(p)); }\n",
+    ),
+    "experts/activation.cuh.j2": (
+        "sm_80",
+        "struct Results { __device__ float4 of_sums(const float* sums, int) const { return {*sums}; } };\n"
+        "__global__ void run(float4* to, const float* sums) {\n"
+        "  *to = Activation<true, 32>{1, 1, 7}.of_sums(Results{}, sums, int(ctas() - cta_number()));\n"
+        "  *to = Activation<false, 32>{}.of_sums(Results{}, sums, 0);\n}\n",
+    ),
+    "experts/finish.cuh.j2": (
+        "sm_80",
+        "struct Rows { int32 assignment[8], finished[8]; uint32 taken[8]; };\n"
+        "__global__ void run(Finish<bf16, 16, 128>& f, Rows& rows, Routing& routing, int32* done, bf16* out) {\n"
+        "  f.count(rows, done, 8, threadIdx.x, 0, 1), f.add_up(rows, 8, 0, threadIdx.x, 4, 0, 1);\n"
+        "  zero_tokens<16, 4>(routing, out, 8, 2, 64, 64, 0, 0, threadIdx.x);\n}\n",
+    ),
+    "experts/rows.cuh.j2": (
+        "sm_80",
+        "__global__ void run(Item* to, const int4* items, Routing& routing, int32 (&rows)[8]) {\n"
+        "  to[0] = listed_item<8>(items, 1, 2), to[1] = found_item(routing, 0, 9, rows, 0, threadIdx.x);\n}\n",
+    ),
+    "gdn/prefill_item.cuh.j2": (
+        "sm_80",
+        "struct Operands {\n"
+        "  const void *cu_seqlens, *slots, *checkpoint_starts;\n  const uint8* products;\n  f16* out;\n"
+        "  int64 cu_seqlens_bytes, tokens, pool, checkpoint_every, checkpoint_count;\n"
+        "  int   slot_bytes, start_bytes, state_bytes;\n  uint32 heads;\n};\n"
+        "__global__ void run(const Operands& p, const f16* k, int64* to) {\n"
+        "  const PrefillItem<f16, 128, 256, 64> item(p);\n"
+        "  item.clear_outputs(p, threadIdx.x, 32);\n"
+        "  to[0] = item.slot(p) + item.chunks() + item.tokens_of(1) + item.checkpoint(p, 64);\n"
+        "  to[1] = item.part_of_state(p, 1, 2, 3) + *item.products(p) + (item.rows<128>(k, 128, 2) - k);\n}\n",
+    ),
+    "gdn/prefill_source.cuh.j2": (
+        "sm_80",
+        "__global__ void run(Source<bf16, 64, 128, 128>& source) {\n"
+        "  __shared__ bf16 rows[64][136];\n  source.copy(rows, 7);\n}\n",
+    ),
+    "gdn/prefill_states.cuh.j2": (
+        "sm_80",
+        "__global__ void run(float (&h)[2][4][4], uint8* p) { load_state<128>(h, p, 4), store_state<128>(h, p, 2); }\n",
+    ),
+    "gdn/squares.cuh.j2": (
+        "sm_80",
+        "__global__ void run(float (&x)[2][4], bf16* to) {\n  __shared__ bf16 rows[16][24];\n"
+        "  multiply<bf16>(x[0], x[1], ptx::load_matrices(left_in(rows)), ptx::load_matrices(right_in(rows)));\n"
+        "  put<24>(to, x[0]);\n}\n",
+    ),
+    "gdn/wgmma.cuh.j2": (
+        "sm_90a",
+        "__global__ void run(float (&x)[8][4], float (&y)[16][4], uint4 a) {\n"
+        "  ptx::wgmma<bf16, false>(x, a, ptx::wgmma_matrix(0, 8192));\n"
+        "  ptx::wgmma<f16, true>(y, a, 0), ptx::wgmma_wait_for<1>(x), ptx::wgmma_wait_for<0>(y);\n"
+        "  ptx::copy_async_arrive(nullptr);\n}\n",
+    ),
+    "gdn/lanes.cuh.j2": ("sm_90a", GDN),
+    "gdn/rows.cuh.j2": ("sm_90a", GDN + GDN_ROWS),
+    "gdn/row_writer.cuh.j2": (
+        "sm_90a",
+        GDN + "template struct RowWriter<C, true>;\n"
+        "__global__ void write(RowWriter<C, true>& w, C::Rows& h, float* p) { w.write<true>(h, p); }\n",
+    ),
+    "gdn/operands.cuh.j2": (
+        "sm_90a",
+        GDN + "__global__ void run(Operands& p, Item<C>& item, f16* out) {\n"
+        "  clear_outputs<C>(p, out + item.values(p) + item.outputs(p) + item.rows<StateLayout::kVk>(0, 0));\n"
+        "  bring_next_group(p, item);\n"
+        "  if (load_gate<C>(p.a, slot_at(p.slots, 4, 0), 4) > load_bias(p.a, 0, Bias::kF16)) out->bits = 0;\n}\n",
+    ),
+    "gdn/inputs.cuh.j2": (
+        "sm_90a",
+        GDN + "__global__ void run(Operands& p, Item<C>& item, ItemInputs<C, true>& inputs, float* to) {\n"
+        "  inputs.load(p, item);\n  *to = inputs.token(p, item).beta;\n"
+        "  inputs.for_rows(p, item, 4, [&](int r, uint2 x) { to[r] = inputs.squares({1, 2, 3, 4}); });\n}\n",
+    ),
+    "gdn/prologue.cuh.j2": (
+        "sm_90a",
+        GDN + "__global__ void run(Operands& p, ItemInputs<C, true>& inputs, f16* out) {\n"
+        "  begin(p, this_item<C>(), inputs, out);\n}\n",
+    ),
+    "partials/e2m1_decode.cuh.j2": ("sm_80", "__global__ void run(float (&v)[8]) { decode_e2m1x8(3, v); }\n"),
+    "partials/formats.cuh.j2": (
+        "sm_80",
+        "template struct Recipe<Format::kMxfp4>;\ntemplate struct Recipe<Format::kNvfp4>;\n",
+    ),
+    "partials/four_over_six.cuh.j2": (
+        "sm_90a",
+        "__global__ void run(uint32 (&x)[8], uint2* to) {\n"
+        "  *to = FourOverSix<true>(1, 2.0f, 3.0f).operator()<bf16>(x, 1.0f).codes;\n}\n",
+    ),
+    "partials/inputs.cuh.j2": (
+        "sm_100a",
+        "__global__ void run(RawUnit<f16>& raw, const f16* p) { load_unit<f16>(raw, p, is_wide(p, 32)); }\n",
+    ),
+    "partials/nvfp4.cuh.j2": (
+        "sm_80",
+        "__global__ void run(uint32 (&x)[8], uint2* to) { *to = encode_block<bf16>(x, block_amax<f16>(x)); }\n",
+    ),
+    "partials/quantize_task.cuh.j2": (
+        "sm_100a",
+        "__global__ void run(Matrix<f16>& a, Matrix<e4m3>& b) {\n"
+        "  quantize_task<Format::kNvfp4, SfLayout::k128x4, true, true, 2>(a, 1, 0, 0);\n"
+        "  quantize_task<Format::kNvfp4, SfLayout::kLinear, false, false, 1>(b, 0, 0, 0);\n}\n",
+    ),
+    "partials/reduce.cuh.j2": ("sm_80", "__global__ void run(float (&x)[2]) { group_sum<4>(x); }\n"),
+    "partials/row_sum.cuh.j2": ("sm_90a", "template struct RowSum<4, true>;\n"),
+    "partials/sf_layout.cuh.j2": (
+        "sm_80",
+        "template struct Sector<SfLayout::k8x4>;\n"
+        "__global__ void run(uint64* to) {\n"
+        "  *to = sf_offset<SfLayout::k128x4>(1, 2, sf_padded_cols<SfLayout::k8x4>(3));\n}\n",
+    ),
+    "partials/units.cuh.j2": (
+        "sm_80",
+        "template struct Weights<f16, true>;\ntemplate struct Weights<bf16, false>;\n"
+        "__global__ void run(Unit& u, const float (&x)[16]) { add<f16>(u, u), scale<bf16>(u, x, 1.0f, x); }\n",
+    ),
+    "partials/vectors.cuh.j2": (
+        "sm_80",
+        "__global__ void run(uint32 (&w)[4], f16* p) {\n"
+        "  ld_halves<8>(p, w), st_halves<4>(p, {to_pair<bf16>(1, 2), 3});\n}\n",
+    ),
+    "step/products.cuh.j2": (
+        "sm_90a",
+        "struct Config {\n  using T = f16;\n"
+        "  static constexpr int kCtas = 8, kDepth = 2, kQ = 128, kQkv = 384, kHidden = 256, kInter = 384;\n"
+        "  static constexpr bool kHasBias = true;\n};\n"
+        "struct Shared {\n"
+        "  uint8 x[kWarps][256];\n  uint4 zeros;\n  float rows[kWarps][32], squares[2][kWarps], own[32];\n"
+        "  struct { float rows[kWarps][96]; } wide;\n};\n"
+        "template struct Stream<Config>;\ntemplate struct Products<Config, Shared>;\n",
+    ),
+}
+"""By partial: an architecture, and code for it."""
