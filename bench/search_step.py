@@ -83,7 +83,7 @@ class Chain:
 
 def tactics_of(problem: Problem, arch: Arch) -> list[Any]:
     """What may run a product."""
-    return [tactic for tactic in MM_BF16_FP4.candidates(problem, arch) if is_searched(problem, tactic)]
+    return [tactic for tactic in MM_BF16_FP4.candidates(problem, arch) if is_searched(problem, tactic, arch)]
 
 
 def search(chain: Chain, arch: Arch) -> Iterator[dict[str, object]]:

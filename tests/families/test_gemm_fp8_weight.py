@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jitfp4 import Fp4Weight, fp8_row_scale, prepare_fp4_weight
-from jitfp4.families.gemm.fp8_weight import rounded
+from jitfp4.weight import rounded_to_e4m3
 from tests.support.gemm import LINEAR
 
 E4M3 = torch.float8_e4m3fn
@@ -24,7 +24,7 @@ def test_every_code_times_every_scale_is_rounded_to_nearest() -> None:
     weight = every_product()
     row_scale = fp8_row_scale(weight)
     assert row_scale[:8].tolist() == [8.0] * 8
-    exact, got = weight.dequantize() / 8, rounded(weight, row_scale) / 8
+    exact, got = weight.dequantize() / 8, rounded_to_e4m3(weight, row_scale) / 8
     is_normal = exact.abs() >= 2.0**-6
     assert torch.equal(got[is_normal], exact.to(E4M3).float()[is_normal])
     assert float((got - exact).abs()[is_normal].div(exact.abs()[is_normal]).max()) == pytest.approx(1 / 21)
@@ -40,7 +40,7 @@ def test_the_scale_of_a_row_is_the_least_that_fits(scale: float, wanted: float) 
     scales = torch.tensor([[scale, 2.0**-9]] * 8).to(E4M3)
     weight = prepare_fp4_weight(torch.full((8, 16), 0x77, dtype=torch.uint8), scales, 16, LINEAR)
     assert fp8_row_scale(weight)[:8].tolist() == [wanted] * 8
-    assert float(rounded(weight, fp8_row_scale(weight)).max()) / wanted <= 448
+    assert float(rounded_to_e4m3(weight, fp8_row_scale(weight)).max()) / wanted <= 448
 
 
 def test_rows_of_zeros_and_of_nan() -> None:
@@ -57,6 +57,6 @@ def test_mxfp4_is_exact_down_to_2_to_the_minus_14_of_the_rows_scale() -> None:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(8, 1)[:, :256]
     scales = (120 - torch.arange(16, dtype=torch.int32)).to(torch.uint8).repeat(8, 1)
     weight = prepare_fp4_weight(codes, scales, 32, LINEAR)
-    exact, got = weight.dequantize(), rounded(weight, fp8_row_scale(weight))
+    exact, got = weight.dequantize(), rounded_to_e4m3(weight, fp8_row_scale(weight))
     assert torch.equal(got[:, : 15 * 32], exact[:, : 15 * 32])
     assert not torch.equal(got[:, 15 * 32 :], exact[:, 15 * 32 :])

@@ -184,7 +184,8 @@ def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
 def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
     """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights; 24 to 64 rows by both.
 
-    Those whose rows follow from a step are left out.
+    Those whose rows follow from a step are left out, and 24 rows where the kernel for many is selected, which was not
+    measured there.
     """
     found: dict[GemmProblem, Measured] = {}
     for kind, needs in ((NarrowTactic, None), (WideTactic, "has_wgmma")):
@@ -192,8 +193,8 @@ def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
             measured = {gemm_tactic(kind, line): float(line["us"]) for line in lines}
             found.setdefault(gemm_problem(n, k, m), {}).update(measured)
     for problem, measured in found.items():
-        _, row, _ = MM_BF16_FP4._row(problem, H200)
-        if row.measured is None:
+        _, row, tactic = MM_BF16_FP4._row(problem, H200)
+        if row.measured is None and type(tactic) in {type(one) for one in measured}:
             yield problem, measured
 
 
@@ -299,7 +300,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     [
         (GATED_DELTA_RULE, delta_rule_cases, 90, 1.07),
         (CONV, conv_cases, 9, 1.06),
-        (MM_BF16_FP4, gemm_cases, 112, 1.07),
+        (MM_BF16_FP4, gemm_cases, 100, 1.07),
         (MM_BF16_FP4, step_cases, 12, 1.02),
         (MM_FP4, fp4_cases, 108, 1.10),
         (MM_FP8_FP4, fp8_cases, 48, 1.10),

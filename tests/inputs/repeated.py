@@ -39,7 +39,8 @@ CHECKED = {
 
 def archs_of(name: str) -> tuple[str, ...]:
     """The architectures that a call of repeated_calls() runs on, but for older ones."""
-    return ("sm_90a",) if name.startswith(("mm_fp8_fp4", "DecodeStep")) else ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+    for_hopper = name.startswith(("mm_fp8_fp4", "DecodeStep", "fp4_experts fp8"))
+    return ("sm_90a",) if for_hopper else ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 
 def repeated_calls() -> Calls:
@@ -159,6 +160,7 @@ def _more() -> Calls:
         },
         "fp4_experts listed": lambda: layer(9),
         "fp4_experts wide": lambda: layer(40),
+        "fp4_experts fp8": lambda: {**layer(40), "activations": "fp8"},
         "fp4_experts streamed": streamed,
         f"{append} sides": lambda: sides(append),
         f"{dequantize} sides": lambda: sides(dequantize),

@@ -107,11 +107,11 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
-    ctas: int
-    common: bool
 
     packed = False  # the weight is prepared
     gated = False
+    ctas = 1
+    common = False
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
@@ -210,17 +210,19 @@ class WideSpec(KernelSpec):
         return 4 * self.teams * TILE_ROWS * self.tile_m
 
     def _bytes(self, slots: int) -> int:
-        barriers = 0 if self.whole else _BARRIERS
-        weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + barriers)
+        rings = slots + (1 if self.whole else self._weight_slots(slots))
+        weights = self._weight_slots(slots) * self.groups * self.tile_bytes
         out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
-        exchanged = 4 * TILE_ROWS * self.tile_m + _BARRIERS if self.common else 0
-        return round_up(slots * (self._slot + _BARRIERS) + weights + out + exchanged, 1024)
+        exchanged = 4 * TILE_ROWS * self.tile_m + _BARRIERS if self.common else 1  # an empty struct has a byte
+        return round_up(slots * self._slot + rings * _BARRIERS + weights + out + exchanged, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedWideSpec(WideSpec):
     """A WideSpec whose weight is prepared; ``gated``: its rows are gates and ups."""
 
+    ctas: int
+    common: bool
     gated: bool
 
 

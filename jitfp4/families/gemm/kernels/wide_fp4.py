@@ -57,8 +57,8 @@ class Fp4WideSpec(WideSpec):
 
 def specialise(problem: Fp4Problem, tactic: WideTactic) -> Fp4WideSpec:
     """The spec of a tactic for a problem."""
-    dtype = dtype_of(problem.format)
-    return Fp4WideSpec(dtype=dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
+    cuts = {name: value for name, value in asdict(tactic).items() if name not in {"ctas", "common"}}
+    return Fp4WideSpec(dtype=dtype_of(problem.format), out_dtype=problem.out_dtype, format=problem.format, **cuts)
 
 
 def rejects(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:

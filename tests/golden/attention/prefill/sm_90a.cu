@@ -740,10 +740,11 @@ struct CacheTiles {
   static constexpr int kAhead        = kHalves ? 1 : 2;  // how many tiles ahead of its use a tile is copied
   static constexpr int kPlaceTurns   = 4;
   static constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
-  static constexpr float kUnit       = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;  // of decoded numbers
+  // Of decoded numbers:
+  static constexpr float kUnit = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;
 
-  // Where a token lies. `there` has bit 0 if some row of the CTA sees the token and it has a page, and bit 1 if it has a
-  // page and may be one of four tokens of which one is seen, whose V scales are interleaved.
+  // Where a token lies. `there` has bit 0 if some row of the CTA sees the token and it has a page, and bit 1 if it has
+  // a page and may be one of four tokens of which one is seen, whose V scales are interleaved.
   struct Place { int k_page, v_page, slot, there; };
 
   struct Shared {
@@ -753,7 +754,7 @@ struct CacheTiles {
     alignas(16) uint8 rest[2 * kRawBytes + kQueryBytes + 16];  // tiles as they are in the cache, by turn; query rows
   };
 
-  // The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, so that eight rows' are in different banks.
+  // The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, and eight rows' are in different banks.
   __device__ __forceinline__ static constexpr int place_of(int row, int chunk) {
     return row * kHalfRow + (chunk ^ (row & 7)) * 16;
   }

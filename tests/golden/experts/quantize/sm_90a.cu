@@ -4,7 +4,7 @@
 // Rows of x become E4M3, each with its decode scale, the largest magnitude divided by 448: in the order of the list of
 // items, which experts/route made. Row `at` of the list is that of the token of assignment order[at], times the weight
 // of the assignment if there are weights; without an order it is row `at`. Of each 16 columns, lane t of four in the
-// products of E4M3 has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as in those of 16 bits: they are written side by side.
+// products of E4M3 has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as in those of 16 bits: they are written together.
 // A warp has a row, and reads one twice that its registers do not hold. Grid: x over items, y over rows of an item.
 
 // ---- partials/arch ---------------------------------------------------------

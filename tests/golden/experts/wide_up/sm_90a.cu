@@ -1238,7 +1238,8 @@ __device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
 }
 
 // Starts copies of what a warpgroup needs for its results: scales and biases of its rows of the weight, from col on,
-// with kOrdered the assignments of its rows of x, and their scales if they have some. No register holds them while the warpgroup multiplies.
+// with kOrdered the assignments of its rows of x, and their scales if they have some. No register holds them while the
+// warpgroup multiplies.
 template <bool kOrdered>
 __device__ __forceinline__ void copy_aside(Shared& shared, const Layer& layer, const Work& work, uint32 team,
                                            uint32 col) {

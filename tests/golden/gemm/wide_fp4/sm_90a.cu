@@ -1,5 +1,5 @@
 // gemm_wide_fp4, generated from templates/gemm/wide_fp4.cu.j2
-// spec: {"band":4,"cluster":1,"common":false,"ctas":1,"depth":2,"divided":false,"dtype":"f16","format":"nvfp4","groups":1,"out_dtype":"bf16","split":2,"tile_m":32}
+// spec: {"band":4,"cluster":1,"depth":2,"divided":false,"dtype":"f16","format":"nvfp4","groups":1,"out_dtype":"bf16","split":2,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
@@ -706,6 +706,72 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
+// ---- gemm/wide_steps -------------------------------------------------------
+// Products of one thread of a consumer warpgroup, for few rows of x: instructions around them cost as much as the
+// products. So a slot of the ring has a whole step, of x and of the weight, and warpgroups with the same rows take the
+// steps in turn. Of each slot, both producers complete a phase of its barrier in `full`, and all warps that read it
+// one of that in `empty`. There are two sets of fragments: while the tensor cores read one, the other is filled, from
+// codes that were loaded half a step before.
+template <class Shared, class Weight, int kTileM, int kCluster> struct StepConsumer {
+  static constexpr int kSlots = sizeof(Shared::full) / sizeof(Barrier);
+  using Sums  = float[kTileM / 2];
+  using Codes = typename Weight::Codes;
+
+  Shared& shared;
+  uint32  group;
+  Place   place;
+  uint32  peer;  // the rank of the first CTA with the same columns of x
+  uint32  turns;  // of how many warpgroups
+  uint32  slot, parity;
+
+  __device__ __forceinline__ void advance() {
+    slot += turns;
+    if (slot >= kSlots) slot -= kSlots, parity ^= 1;
+  }
+  __device__ __forceinline__ Codes load(int half) const {
+    return Weight::load(ptx::shared_address(shared.weight[slot][group]), half, place);
+  }
+  // To be called once the products of a slot are complete.
+  __device__ __forceinline__ void release(uint32 of) const {
+    __syncwarp();  // all lanes have loaded their codes
+    Barrier* b = &shared.empty[of];
+    if constexpr (kCluster == 1) {
+      if (place.lane == 0) ptx::mbarrier_arrive(b);
+    } else {
+      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, peer + place.lane);
+    }
+  }
+  // The next `steps` steps of the warpgroup, at least one
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
+    Fragments a, b;
+    ptx::mbarrier_wait(&shared.full[slot], parity);
+    Weight::decode(a, load(0));
+    for (uint32 done = 0, last = 0;;) {
+      const uint32 x = ptx::wgmma_tile(ptx::shared_address(shared.x[slot]));
+      Codes codes = load(1);
+      start_product(sums, a, x, done > 0);
+      ptx::wgmma_wait<1>();  // b is free
+      if (done > 0) release(last);
+      Weight::decode(b, codes);
+      last = slot;
+      advance();
+      const bool is_last = ++done == steps;
+      if (!is_last) {
+        ptx::mbarrier_wait(&shared.full[slot], parity);
+        codes = load(0);
+      }
+      start_product(sums, b, x + sizeof(Shared::x[0]) / 32, true);
+      ptx::wgmma_wait<1>();  // a is free
+      if (is_last) break;
+      Weight::decode(a, codes);
+    }
+    ptx::wgmma_wait<0>();
+    release((slot >= turns ? slot : slot + kSlots) - turns);
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
+  }
+};
+
 // ---- gemm/wide_mainloop ----------------------------------------------------
 // Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
 // Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
@@ -755,7 +821,7 @@ template <class Shared, class Weight, int kTileM, int kDepth, int kCluster> stru
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // `products` half steps of the warpgroup. Two sets of fragments: while the tensor cores read one, the other is filled.
+  // `products` half steps of the warpgroup. Of two sets of fragments one is filled while the tensor cores read the other.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
@@ -894,8 +960,8 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
     }
   }
 
-  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA; the
-  // CTAs that share a tile have the rank `peer` and those `step` after each other.
+  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA;
+  // the CTAs that share a tile have the rank `peer` and those `step` after each other.
   template <int kPart>
   static __device__ __forceinline__ void stage_total(uint32 part, uint32 step, uint32 peer, const float* shared_sums,
                                                      uint32 to, Sums& sums, uint32 thread, Affine upper,
@@ -914,7 +980,8 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
       }
       return stage<kPart>(to, sums, thread, upper, lower);
     }
-    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, step, peer, shared_sums, to, sums, thread, upper, lower);
+    if constexpr (kPart + 1 < kParts)
+      stage_total<kPart + 1>(part, step, peer, shared_sums, to, sums, thread, upper, lower);
   }
 };
 
@@ -1036,6 +1103,60 @@ template <class Config> class WideSchedule {
   uint32 next_, begin_, end_;
 };
 
+// ---- gemm/wide_common ------------------------------------------------------
+// The last groups of two CTAs have the same rows of the weight, and each the sums of every other step. Each gives the
+// other those of half of the rows of x, and adds up what it keeps.
+//
+//   warpgroup of CTA r                                 that of the other
+//     waits for empty of its own CTA                     arrives at empty here, once it has read what it took
+//     writes `given`; a copy to `taken` of the other     waits for the bytes in its full, reads `taken`
+namespace ptx {
+// From this CTA's shared memory to that of the CTA `rank`, where the bytes count towards the barrier.
+__device__ __forceinline__ void bulk_give(const void* to, const void* from, uint32 bytes, Barrier* b, uint32 rank) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(cluster_address(to, rank)), "r"(shared_address(from)), "r"(bytes), "r"(cluster_address(b, rank))
+               : "memory");
+}
+}  // namespace ptx
+
+template <int kTileM> struct CommonSums {
+  static constexpr int    kFours = kTileM / 16;  // of a thread, as four() counts them, for half of the rows of x
+  static constexpr uint32 kBytes = kFours * 128 * sizeof(float4);
+
+  float4  given[kFours][128], taken[kFours][128];
+  Barrier full, empty;
+
+  __device__ __forceinline__ void init() {
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_init(&empty, 1);
+  }
+  // `sums` of half `rank` become those of both CTAs. The parity is that of the number of exchanges before.
+  __device__ __forceinline__ void exchange(float (&sums)[kTileM / 2], uint32 rank, uint32 parity, int barrier,
+                                           uint32 thread) {
+    ptx::mbarrier_wait(&empty, parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) given[i][thread] = rank == 0 ? four(sums, kFours + i) : four(sums, i);
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(barrier, 128);
+    if (thread == 0) {
+      ptx::mbarrier_arrive_expect_tx(&full, kBytes);
+      ptx::bulk_give(taken, given, kBytes, &full, rank ^ 1);
+    }
+    ptx::mbarrier_wait(&full, parity);
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const float4 other = taken[i][thread];
+      if (rank == 0) add(sums, i, other);
+      if (rank != 0) add(sums, kFours + i, other);
+    }
+    ptx::barrier_sync(barrier, 128);
+    if (thread == 0) ptx::mbarrier_arrive_cluster(&empty, rank ^ 1);
+  }
+};
+template <> struct CommonSums<0> {  // no rows are common
+  __device__ __forceinline__ void init() {}
+  template <class... Any> __device__ __forceinline__ void exchange(Any&&...) {}
+};
 // ---- partials/bf16x2 -------------------------------------------------------
 namespace ptx {
 // A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
@@ -1223,6 +1344,7 @@ constexpr int kTileN     = (kGroups - kCommon) * kTileRows;  // of a CTA's own
 constexpr int kHalf      = kTileCols / 2;
 constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
 constexpr int kHalves    = kWhole ? 2 : 1;  // half steps of x in a slot
+constexpr int kWeightRing = kWhole ? 1 : kWeightSlots;  // with kWhole, the weight is in the slots of x
 constexpr int kTileBytes = Weight::kTileBytes;
 constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
 
@@ -1240,7 +1362,8 @@ struct alignas(1024) Shared : ResultParts<kSharers == 1> {  // the 128-byte swiz
   uint8   x[kSlots][kHalves * kTileM * kHalf * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots];
-  Barrier weight_full[kWeightSlots], weight_empty[kWeightSlots];
+  Barrier weight_full[kWeightRing], weight_empty[kWeightRing];
+  alignas(16) CommonSums<kCommon ? kTileM : 0> common;
 };
 static_assert(sizeof(Shared) == 165888, "the launch counts on it");
 static_assert(kSlots % (kCommon ? 2 : kDepth) == 0, "a warpgroup has slots of its own");
@@ -1280,13 +1403,49 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
   for (Work work; schedule.take(work);) {
     const uint32 row = schedule.place(work.tile).y;
     for (uint32 step = work.begin; step < work.end; ++step, ring.advance()) {
-      Barrier* full = &shared.weight_full[ring.slot];
-      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
-      weight.load(shared.weight[ring.slot], row, step, schedule.steps, full);
+      Barrier* full = (kWhole ? shared.full : shared.weight_full) + ring.slot;
+      ptx::mbarrier_wait((kWhole ? shared.empty : shared.weight_empty) + ring.slot, ring.parity ^ 1);
+      const uint32 rank = ptx::cluster_rank(), common = row + (kCluster - rank) * kTileN;
+      auto& own  = reinterpret_cast<uint8(&)[kGroups - kCommon][kTileBytes]>(shared.weight[ring.slot]);
+      auto& last = reinterpret_cast<uint8(&)[1][kTileBytes]>(shared.weight[ring.slot][kGroups - 1]);
+      const bool takes_turn = kCommon && ring.slot % kCluster == rank;
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(own) + (takes_turn ? sizeof(last) : 0));
+      weight.load(own, row, step, schedule.steps, full);
+      if (takes_turn) weight.load(last, common, step, schedule.steps, full);
     }
   }
 }
+
+// ---- consumers -------------------------------------------------------------
+// The products of a warpgroup for a tile: of those with the same rows, each takes half steps in turn.
+template <bool kSteps, class S> struct Turns {
+  Consumer<S, Weight, kTileM, kDepth, kCluster> consumer;
+  uint32 half;
+
+  __device__ __forceinline__ Turns(S& shared, uint32 group, const Place& place, uint32, uint32 half, uint32, bool)
+      : consumer{shared, group, half, place, {}, {}}, half(half) {}
+  __device__ __forceinline__ void accumulate(Results::Sums& sums, const Work& work, uint32 col, int64 k) {
+    const uint32 steps = work.end - work.begin, skipped = work.begin + (kDepth == 4 ? half / 2 : 0);
+    consumer.place.row = col, consumer.place.columns = int32(k) - int32(skipped) * kTileCols;
+    consumer.accumulate(sums, kDepth == 4 ? (2 * steps + 3 - half) / 4 : steps * (2 / kDepth));
+  }
+};
+template <class S> struct Turns<true, S> {  // whole steps
+  StepConsumer<S, Weight, kTileM, kCluster> consumer;
+  uint32 half, rank;
+  bool   is_common;
+  uint32 passed = 0;  // steps before the present tile
+
+  __device__ __forceinline__ Turns(S& shared, uint32 group, const Place& place, uint32 first, uint32 half, uint32 rank,
+                                   bool is_common)
+      : consumer{shared, group, place, first, is_common ? kCluster : kDepth, is_common ? rank : half, 0},
+        half(half), rank(rank), is_common(is_common) {}
+  __device__ __forceinline__ void accumulate(Results::Sums& sums, const Work& work, uint32, int64) {
+    const uint32 steps = work.end - work.begin;
+    consumer.accumulate(sums, is_common ? (steps + (passed % 2 == rank)) / 2 : (steps + kDepth - 1 - half) / kDepth);
+    passed += steps;
+  }
+};
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
@@ -1317,9 +1476,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
       ptx::mbarrier_init(&shared.full[s], kHalves);  // arrivals of one or both producers
       ptx::mbarrier_init(&shared.empty[s], 4 * ((kGroups - kCommon) * kCluster + kCommon));
     }
+    shared.common.init();
     ptx::fence_mbarrier_init();
   }
-  if (produces && warp == 1 && ptx::elect_one()) {
+  if (!kWhole && produces && warp == 1 && ptx::elect_one()) {
     for (int s = 0; s < kWeightSlots; ++s) {
       ptx::mbarrier_init(&shared.weight_full[s], 1);
       ptx::mbarrier_init(&shared.weight_empty[s], 4 * kGroups * min(kDepth, 2));
@@ -1344,22 +1504,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
     ptx::registers_more<kConsumerRegisters>();
     if constexpr (kCluster == 1) ptx::barrier_sync(kStartBarrier, kThreads);
     ptx::griddep_wait();
-    const uint32 group = team % kGroups, half = team / kGroups, rank = ptx::cluster_rank(), peer = kSplit == 1 ? rank : rank % kCluster;
+    const uint32 group = team % kGroups, half = team / kGroups;
+    const uint32 rank = ptx::cluster_rank(), peer = kSplit == 1 ? rank : rank % kCluster;
     const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : rank / kCluster) * kDepth + half;
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Consumer<Shared, Weight, kTileM, kDepth, kCluster> consumer{shared, group, half, {warp, lane}, {}, {}};
+    const bool is_common = kCommon && group == kGroups - 1;
+    Turns<kWhole, Shared> turns{shared, group, {warp, lane}, rank - peer, half, rank, is_common};
+    uint32 tiles = 0;  // before the present one
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
-      const uint32 col = at.y + group * kTileRows;  // of out
+      const uint32 col = is_common ? at.y + (kCluster - rank) * kTileN : at.y + group * kTileRows;  // of out
       const int64  row = col + warp * 16 + lane / 4;
       const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
-      const uint32 steps = work.end - work.begin;
       Results::Sums sums;
-      const uint32 skipped = work.begin + (kDepth == 4 ? half / 2 : 0);
-      consumer.place.row = col, consumer.place.columns = int32(k) - int32(skipped) * kTileCols;
-      consumer.accumulate(sums, kDepth == 4 ? (2 * steps + 3 - half) / 4 : steps * (2 / kDepth));
+      turns.accumulate(sums, work, col, k);
       const uint32 thread = ptx::thread_index() % 128;
       const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
         if (!kGated && added.rows != nullptr) {
@@ -1381,7 +1541,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
         if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
         if constexpr (kSplit > 1) ptx::cluster_sync();
         uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
-        Results::stage_total<0>(part, kCluster, peer, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
+        Results::stage_total<0>(part, kCluster, peer, shared_sums, ptx::shared_address(rows), sums, thread, upper,
+                                lower);
         if (part < kParts) store(rows, part);
         break;  // they have one tile
       } else {
@@ -1400,6 +1561,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
         Part* const rows = shared.of(team);
         if (thread == 0) ptx::tma_store_wait();
         ptx::barrier_sync(kTeamBarrier + team, 128);
+        if (is_common) {
+          shared.common.exchange(sums, rank, tiles++ % 2, kTeamBarrier + team, thread);
+          if (rank == 0) Results::stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
+          if (rank != 0) Results::stage<1>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
+          store(rows[0], rank);
+          continue;
+        }
         Results::stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
         store(rows[0], 0);
         Results::stage<1>(ptx::shared_address(rows[1]), sums, thread, upper, lower);

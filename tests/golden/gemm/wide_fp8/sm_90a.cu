@@ -1043,8 +1043,8 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
     }
   }
 
-  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA; the
-  // CTAs that share a tile have the rank `peer` and those `step` after each other.
+  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA;
+  // the CTAs that share a tile have the rank `peer` and those `step` after each other.
   template <int kPart>
   static __device__ __forceinline__ void stage_total(uint32 part, uint32 step, uint32 peer, const float* shared_sums,
                                                      uint32 to, Sums& sums, uint32 thread, Affine upper,
@@ -1063,7 +1063,8 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
       }
       return stage<kPart>(to, sums, thread, upper, lower);
     }
-    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, step, peer, shared_sums, to, sums, thread, upper, lower);
+    if constexpr (kPart + 1 < kParts)
+      stage_total<kPart + 1>(part, step, peer, shared_sums, to, sums, thread, upper, lower);
   }
 };
 

@@ -1045,7 +1045,9 @@ constexpr int kBlockBytes = 1024, kBlockScaleBytes = 128, kPieceBytes = 2 * (kBl
 
 // What the vector is multiplied by before it is rounded to T: bf16 codes are subnormal, and an fp16 vector in front of
 // its norm (kRaw) may be large. kUnit of the sums is what stands for 1.
-template <typename T, bool kRaw> struct Vector { static constexpr float kUnit = kIsBf16<T> ? 0x1p32f : kRaw ? 0x1p-4f : 1.0f; };
+template <typename T, bool kRaw> struct Vector {
+  static constexpr float kUnit = kIsBf16<T> ? 0x1p32f : kRaw ? 0x1p-4f : 1.0f;
+};
 
 __device__ __forceinline__ uint32 word_at(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
