@@ -821,7 +821,7 @@ template <class Shared, class Weight, int kTileM, int kDepth, int kCluster> stru
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // `products` half steps of the warpgroup. Of two sets of fragments one is filled while the tensor cores read the other.
+  // `products` half steps of the warpgroup. Of two sets of fragments one is filled while tensor cores read the other.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
