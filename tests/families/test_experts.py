@@ -196,7 +196,7 @@ SIMULATED = (
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("tactic", SIMULATED, ids=str)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str, whole: bool) -> None:
@@ -219,7 +219,7 @@ FEW = (FewTactic(1, 4, 2, 1), FewTactic(3, 2, 3, 1, split=2), FewTactic(2, 3, 2,
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tactic", FEW, ids=str)
 @pytest.mark.parametrize(("tokens", "slots", "block_format"), [(1, 8, NVFP4), (2, 3, MXFP4)])
 @pytest.mark.parametrize("arch", SIM_ARCHS)

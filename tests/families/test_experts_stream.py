@@ -34,6 +34,7 @@ def few_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.usefixtures("few_ctas")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tactic", SIMULATED, ids=str)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_every_cut_without_a_race(tactic: StreamTactic, arch: str) -> None:

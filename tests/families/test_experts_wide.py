@@ -60,6 +60,7 @@ CASES = (  # tokens, hidden, inter, format, gated, dtype
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("tactic", "tokens", "hidden", "inter", "block_format", "gated", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_every_cut_without_a_race(

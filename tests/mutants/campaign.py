@@ -16,7 +16,7 @@ from tests.mutants.recorded import Recorded, contents
 from tests.mutants.synchronisation import Mutant, mutants
 
 SURVIVORS = Path(__file__).with_name("survivors.csv")
-ENDLESS = 5
+ENDLESS = 3
 """A mutant that issues so many times the instructions of the kernel, and some, loops forever."""
 SEEDS = (None, 1, 2)
 """Of the orders in which a mutant runs until it is noticed: first the fixed one."""
