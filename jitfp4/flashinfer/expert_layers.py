@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from jitfp4.errors import ArgumentError
-from jitfp4.families.experts import Fp4Experts
+from jitfp4.errors import ArgumentError, renamed
+from jitfp4.families.experts import Fp4Experts, fp4_experts
 from jitfp4.tensors import check_dtype
 
 
@@ -38,6 +38,34 @@ class Layer(NamedTuple):
     beta: float | None
     limit: float | None
     expert_map: torch.Tensor | None
+
+    def run(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        output: torch.Tensor | None,
+        enable_pdl: bool | None,
+        names: Mapping[str, str],
+    ) -> list[torch.Tensor]:
+        """FlashInfer's result: a list of the output alone. ``names``: of the caller's arguments, for errors."""
+        try:
+            out = fp4_experts(
+                x,
+                self.experts,
+                ids,
+                weights,
+                activation=self.activation,
+                swiglu_alpha=self.alpha,
+                swiglu_beta=self.beta,
+                swiglu_limit=self.limit,
+                expert_map=self.expert_map,
+                out=output,
+                enable_pdl=enable_pdl,
+            )
+        except ArgumentError as error:
+            raise renamed(error, names) from None
+        return [out]
 
 
 _layers: dict[tuple[Any, ...], tuple[Layer, tuple[StorageWeakRef, ...]]] = {}

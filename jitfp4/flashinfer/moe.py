@@ -15,7 +15,7 @@ import torch
 
 from jitfp4 import engine
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
-from jitfp4.families.experts import Fp4Experts, fp4_experts, prepare_fp4_experts
+from jitfp4.families.experts import Fp4Experts, prepare_fp4_experts
 from jitfp4.flashinfer.expert_layers import (
     ActivationType,
     Layer,
@@ -144,23 +144,7 @@ def cutlass_fused_moe(
         ep_rank,
     )
     layer = weights.layer()
-    try:
-        out = fp4_experts(
-            input,
-            layer.experts,
-            token_selected_experts,
-            token_final_scales,
-            activation=layer.activation,
-            swiglu_alpha=layer.alpha,
-            swiglu_beta=layer.beta,
-            swiglu_limit=layer.limit,
-            expert_map=layer.expert_map,
-            out=output,
-            enable_pdl=enable_pdl,
-        )
-    except ArgumentError as error:
-        raise renamed(error, _CALL) from None
-    return [out]
+    return layer.run(input, token_selected_experts, token_final_scales, output, enable_pdl, _CALL)
 
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(cutlass_fused_moe).parameters.items()}

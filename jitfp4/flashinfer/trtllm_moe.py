@@ -15,7 +15,7 @@ import torch
 
 from jitfp4 import engine
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
-from jitfp4.families.experts import fp4_experts, prepare_fp4_experts
+from jitfp4.families.experts import prepare_fp4_experts
 from jitfp4.families.quantize import nvfp4_dequantize
 from jitfp4.flashinfer.expert_layers import (
     ActivationType,
@@ -144,23 +144,7 @@ def trtllm_fp4_block_scale_routed_moe(
         intermediate_size,
         (num_experts, local_expert_offset, local_num_experts),
     ).layer()
-    try:
-        out = fp4_experts(
-            x,
-            layer.experts,
-            ids,
-            weights,
-            activation=layer.activation,
-            swiglu_alpha=layer.alpha,
-            swiglu_beta=layer.beta,
-            swiglu_limit=layer.limit,
-            expert_map=layer.expert_map,
-            out=output,
-            enable_pdl=enable_pdl,
-        )
-    except ArgumentError as error:
-        raise renamed(error, _CALL) from None
-    return [out]
+    return layer.run(x, ids, weights, output, enable_pdl, _CALL)
 
 
 _ALLOWED = {

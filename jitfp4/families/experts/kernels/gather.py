@@ -38,7 +38,7 @@ def _rejects(problem: GatherProblem, _tactic: GatherTactic, _arch: Arch) -> str 
     return "rows become E4M3" if problem.fp8 else None
 
 
-def _bind(arguments: GatherArguments, plan: Plan) -> dict[str, Any]:
+def bind(arguments: GatherArguments, plan: Plan) -> dict[str, Any]:
     return {
         "x": arguments.x,
         "input_weights": arguments.input_weights,
@@ -68,5 +68,5 @@ GATHER = Kernel(
     rejects=_rejects,
     specialise=lambda problem, _tactic: GatherSpec(dtype=problem.dtype),
     geometry=_geometry,
-    bind=_bind,
+    bind=bind,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from jitfp4.arch import Arch, names_with
 from jitfp4.families.experts.arguments import GatherArguments
+from jitfp4.families.experts.kernels import gather
 from jitfp4.families.experts.problem import GatherProblem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
@@ -41,17 +42,7 @@ def _rejects(problem: GatherProblem, _tactic: QuantizeTactic, arch: Arch) -> str
 
 
 def _bind(arguments: GatherArguments, plan: Plan) -> dict[str, Any]:
-    return {
-        "x": arguments.x,
-        "input_weights": arguments.input_weights,
-        "items": arguments.items,
-        "order": arguments.order,
-        "rows": arguments.rows,
-        "scales": arguments.scales,
-        "slots": plan.problem.slots,
-        "k": arguments.x.shape[1],
-        "x_stride": arguments.x.stride(0),
-    }
+    return {**gather.bind(arguments, plan), "scales": arguments.scales}
 
 
 QUANTIZE = Kernel(

@@ -10,6 +10,7 @@ import torch
 from jitfp4 import counters, replay
 from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.families.gemm.arguments import Fp8Arguments
+from jitfp4.families.gemm.kernels.wide_fp8 import bound
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan, Scratch
@@ -122,24 +123,11 @@ def _scratch(_arguments: Fp8Arguments, plan: Plan) -> dict[str, Scratch]:
 
 
 def _bind(arguments: Fp8Arguments, plan: Plan, expanded: torch.Tensor) -> dict[str, Any]:
-    spec: ExpandedSpec = plan.spec
-    x, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
-    columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
-        "x": TileMap(x, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
-        "x_scale": arguments.a_scale,
-        "weight": arguments.data,
-        "row_scale": arguments.row_scale,
+        **bound(arguments, plan),
         "expanded": expanded,
         "expanded_rows": TileMap(expanded.view(torch.uint16), (_ROWS, TILE_COLS // 2), swizzle=128),
         "counters": replay.companion(counters.of, expanded),
-        "alpha": arguments.alpha,
-        "bias": arguments.bias,
-        "out": TileMap(out, (spec.tile_m // spec.parts, columns), swizzle=2 * columns),
-        "m": plan.problem.m,
-        "n": plan.problem.n,
-        "k": plan.problem.k,
-        "x_scale_step": int(arguments.a_scale.numel() > 1),
     }
 
 

@@ -142,8 +142,9 @@ def geometry(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> Geometry:
     )
 
 
-def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
-    spec: Fp8Spec = plan.spec
+def bound(arguments: Fp8Arguments, plan: Plan) -> dict[str, Any]:
+    """What the kernels of these products have in common."""
+    spec = plan.spec
     x, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
     columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
@@ -153,13 +154,16 @@ def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = 
         "row_scale": arguments.row_scale,
         "alpha": arguments.alpha,
         "bias": arguments.bias,
-        "workspace": workspace,
         "out": TileMap(out, (spec.tile_m // spec.parts, columns), swizzle=2 * columns),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
         "x_scale_step": int(arguments.a_scale.numel() > 1),
     }
+
+
+def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
+    return {**bound(arguments, plan), "workspace": workspace}
 
 
 KERNEL = Kernel(
