@@ -14,6 +14,7 @@ from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from tests.support.attention import FEW_SMS, NAN_BYTE, Case
+from tests.support.gpu import needs_sm_90a
 from tests.support.sample import some
 
 _ONE: dict[str, Any] = {"kv_heads": 2, "group": 2, "lengths": (70, 33), "window_left": 20, "with_sinks": True}
@@ -115,8 +116,8 @@ def test_nan_goes_where_the_reference_has_it(name: str, whole: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_nan_goes_where_the_reference_has_it_on_a_gpu(name: str) -> None:
-    if name.startswith("wgmma") and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90a GPU")
+    if name.startswith("wgmma"):
+        needs_sm_90a()
     for what in SPOILED:
         expected = _call(_spoiled(name, what), CASES[name][0])
         _check(_call(_spoiled(name, what, "cuda"), CASES[name][0]), expected)

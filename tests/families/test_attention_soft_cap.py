@@ -14,6 +14,7 @@ from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from tests.support.attention import FEW_SMS, Case, relative_error
+from tests.support.gpu import needs_sm_90a
 
 CAP = 3.0
 _CASE: dict[str, Any] = {"lengths": (70, 33), "page": 16, "kv_layout": "NHD", "steep": 6.0, "with_sinks": True}
@@ -82,8 +83,8 @@ def test_the_simulated_kernel_caps(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_caps(name: str) -> None:
     tactic, fields = CASES[name]
-    if isinstance(tactic, WgmmaTactic) and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90a GPU")
+    if isinstance(tactic, WgmmaTactic):
+        needs_sm_90a()
     case = Case(**fields, device="cuda")
     _check(_run(case, tactic), case)
 

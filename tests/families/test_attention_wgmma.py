@@ -20,6 +20,7 @@ from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
 from jitfp4.formats import DType
 from tests.support.attention import FEW_SMS, SCATTERED, Case, counted
+from tests.support.gpu import needs_sm_90a
 from tests.support.sass import disassemble
 
 SM_90A = Arch.of("sm_90a")
@@ -171,8 +172,7 @@ def test_the_simulated_kernel_is_attention_without_races(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_attention(name: str) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90a GPU")
+    needs_sm_90a()
     case, got = run(name, device="cuda")
     case.check(got, _BOUND)
     for _ in range(5):

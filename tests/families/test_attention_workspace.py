@@ -22,6 +22,7 @@ from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from tests.support.attention import Case, counted
+from tests.support.gpu import needs_sm_90a
 from tests.support.sample import some
 
 CALLS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
@@ -182,10 +183,6 @@ def test_memory_is_allocated_and_cleared_whatever_is_captured() -> None:
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-def _can_run(name: str) -> bool:
-    return not name.endswith("wgmma") or torch.cuda.get_device_capability() == (9, 0)
-
-
 def _divided(name: str) -> Case:
     """A case whose items are divided on a whole GPU."""
     lengths = (40000, 3000) if name != "prefill" else (300,)
@@ -195,8 +192,8 @@ def _divided(name: str) -> Case:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_no_content_of_the_workspace_changes_a_bit_on_a_gpu(name: str) -> None:
-    if not _can_run(name):
-        pytest.skip("needs an sm_90a GPU")
+    if name.endswith("wgmma"):
+        needs_sm_90a()
     case = _divided(name)
     expected = _run(name, case, case.workspace)
     assert case.workspace.any() == (name != "prefill"), "items are divided"
@@ -219,8 +216,8 @@ def _captured(name: str, case: Case, space: torch.Tensor) -> tuple[torch.cuda.CU
 @pytest.mark.parametrize("name", CALLS)
 def test_graphs_run_beside_each_other_on_dirty_workspaces(name: str) -> None:
     """Workspaces that are new to the library when they are captured; replayed at once, on streams of their own."""
-    if not _can_run(name):
-        pytest.skip("needs an sm_90a GPU")
+    if name.endswith("wgmma"):
+        needs_sm_90a()
     case = _divided(name)
     expected = _run(name, case, case.workspace)
     spaces = [torch.empty(32 << 20, dtype=torch.uint8, device="cuda").fill_(0xFF) for _ in range(3)]

@@ -16,7 +16,17 @@ from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product, most_items
 from jitfp4.families.experts.tables import DOWN_TABLE, UP_TABLE, forced_item_rows, item_rows_of
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from tests.support.experts import assert_layer, dense, make_layer, make_raw, make_routing, make_x, prepared
+from tests.support.experts import (
+    REAL,
+    assert_layer,
+    check_chain,
+    dense,
+    make_layer,
+    make_raw,
+    make_routing,
+    make_x,
+    prepared,
+)
 from tests.support.sample import SIM_ARCHS
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -313,13 +323,6 @@ def test_the_grid_has_room_for_any_routing() -> None:
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 
-REAL = (
-    (32, 4, 2880, 2880, MXFP4, "swigluoai"),
-    (64, 8, 2048, 768, NVFP4, "swiglu"),
-    (16, 8, 7168, 2048, NVFP4, "swiglu"),
-)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("experts", "slots", "hidden", "inter", "block_format", "activation"), REAL)
 def test_real_sizes(
@@ -355,23 +358,4 @@ def test_tactics_agree(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_in_a_graph_and_behind_each_other(tokens: int) -> None:
     """Layers that each read the one before, by dependent launch, replayed: equal to calls one by one."""
-    layer = make_layer(16, 1024, 512, device="cuda", biases=False)
-    x, ids, weights = on("cuda", make_x(tokens, 1024), *make_routing(tokens, 4, 16))
-
-    def chain() -> torch.Tensor:
-        y = x
-        for number in range(8):
-            y = fp4_experts(y, layer, (ids + number) % 16, weights).clamp(-2, 2)
-        return y
-
-    want = chain()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            got = chain()
-    for _ in range(3):
-        got.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(got, want)
+    check_chain(tokens)

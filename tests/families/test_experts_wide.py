@@ -19,7 +19,18 @@ from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import HOPPER_DOWN, HOPPER_UP, forced_item_rows, item_rows_of
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from tests.support.experts import assert_layer, dense, make_layer, make_raw, make_routing, make_x, prepared
+from tests.support.experts import (
+    REAL,
+    assert_layer,
+    check_chain,
+    dense,
+    make_layer,
+    make_raw,
+    make_routing,
+    make_x,
+    prepared,
+)
+from tests.support.gpu import needs_sm_90a
 from tests.support.sample import some
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -276,18 +287,6 @@ def test_grids() -> None:
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 
-def needs_sm_90a() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90a GPU")
-
-
-REAL = (
-    (32, 4, 2880, 2880, MXFP4, "swigluoai"),
-    (64, 8, 2048, 768, NVFP4, "swiglu"),
-    (16, 8, 7168, 2048, NVFP4, "swiglu"),
-)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("experts", "slots", "hidden", "inter", "block_format", "activation"), REAL)
 def test_real_sizes(
@@ -312,24 +311,4 @@ def test_real_sizes(
 def test_in_a_graph_and_behind_each_other(tokens: int) -> None:
     """Layers that each read the one before, by dependent launch, replayed: equal to calls one by one."""
     needs_sm_90a()
-    layer = make_layer(16, 1024, 512, device="cuda", biases=False)
-    ids, weights = (tensor.cuda() for tensor in make_routing(tokens, 4, 16))
-    x = make_x(tokens, 1024).cuda()
-
-    def chain() -> torch.Tensor:
-        y = x
-        for number in range(8):
-            y = fp4_experts(y, layer, (ids + number) % 16, weights).clamp(-2, 2)
-        return y
-
-    want = chain()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            got = chain()
-    for _ in range(3):
-        got.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(got, want)
+    check_chain(tokens)

@@ -30,6 +30,7 @@ from jitfp4.reference.gemm import matmul
 from jitfp4.weight import rounded_to_e4m3 as rounded
 from tests.support.compare import poisoned
 from tests.support.gemm import LINEAR, check_graph_replay, make_weight
+from tests.support.gpu import needs_sm_90a
 from tests.support.sample import some
 
 E4M3, BF16, F16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
@@ -311,8 +312,7 @@ def test_grids() -> None:
 
 @pytest.fixture
 def gpu() -> str:
-    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
-        pytest.skip("needs an sm_90a GPU")
+    needs_sm_90a()
     return "cuda"
 
 

@@ -16,6 +16,7 @@ from jitfp4.families.gemm.problem import Problem
 from jitfp4.families.gemm.tables import HOPPER, problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from tests.support.gemm import assert_close, assert_product, check_graph_replay, make_weight
+from tests.support.gpu import needs_sm_90a
 from tests.support.sample import some
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -174,16 +175,11 @@ def test_grids() -> None:
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 
-def on_sm_90a() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [33, 64, 100, 256, 700])
 @pytest.mark.parametrize("block_format", [NVFP4, MXFP4])
 def test_tactics_agree_and_repeat_themselves(m: int, block_format: BlockFormat, whole: bool) -> None:
-    if not on_sm_90a():
-        pytest.skip("needs an sm_90a GPU")
+    needs_sm_90a()
     n, k = 2120, 1184
     tactics = [tactic for tactic in TACTICS if rejects(problem(m, n, k), tactic, SM_90A) is None]
     for tactic in some(12, tactics, whole=whole):
@@ -195,8 +191,7 @@ def test_tactics_agree_and_repeat_themselves(m: int, block_format: BlockFormat, 
 @pytest.mark.gpu
 def test_a_slot_is_not_refilled_while_it_is_read() -> None:
     """Divided tiles stall warpgroups, so that rings are full: a slot given back too early shows within a few calls."""
-    if not on_sm_90a():
-        pytest.skip("needs an sm_90a GPU")
+    needs_sm_90a()
     n, k = 57344, 8192
     weight = make_weight(n // 32, k, NVFP4, "cuda")
     weight = type(weight)(weight.data.repeat(32, 1, 1), None, n, k, NVFP4)
@@ -214,8 +209,7 @@ def test_a_slot_is_not_refilled_while_it_is_read() -> None:
 @pytest.mark.parametrize("m", [64, 128, 300])
 def test_in_a_graph_and_behind_each_other(m: int) -> None:
     """Each product reads the one before it, by dependent launch; workspaces are memory of the graph."""
-    if not on_sm_90a():
-        pytest.skip("needs an sm_90a GPU")
+    needs_sm_90a()
     weight = make_weight(2048, 2048, NVFP4, "cuda")
     alpha = torch.tensor([2.0**-9], device="cuda")
     a = torch.randn(m, 2048, device="cuda").bfloat16()

@@ -21,6 +21,7 @@ from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference.gemm import decode, expand
 from tests.support.compare import poisoned
 from tests.support.gemm import assert_fp4_close, assert_fp4_product, make_matrix
+from tests.support.gpu import needs_sm_90a
 
 BF16, F16 = torch.bfloat16, torch.float16
 SWIZZLED, TILED_8X4 = SfLayout.layout_128x4, SfLayout.layout_8x4
@@ -32,8 +33,7 @@ SM_90A = Arch.of("sm_90a")
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Races are errors, also with a grid before that still runs."""
     if request.param == "cuda":
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an sm_90a GPU")
+        needs_sm_90a()
         yield "cuda"
     else:
         with sim.device(request.param, races=True, chain=sim.Chain(after_unknown=True)):

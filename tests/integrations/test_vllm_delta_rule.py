@@ -24,7 +24,7 @@ import jitfp4.integrations.vllm as plugin
 from jitfp4.integrations.vllm import delta_rule, hybrids
 from jitfp4.integrations.vllm.delta_rule import Fp4ModelGatedDeltaNet, Fp4ModelRMSNormGated
 from jitfp4.integrations.vllm.quantization import Jitfp4ModelOptConfig
-from tests.integrations.test_vllm_models import one_rank  # noqa: F401 - vLLM's groups of processes
+from tests.support.vllm_layers import in_bfloat16, one_rank
 
 plugin.register()
 FP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["*"]}
@@ -42,6 +42,10 @@ TEXT = SimpleNamespace(
 )
 
 
+__all__ = ["in_bfloat16", "one_rank"]  # fixtures of all tests here
+pytestmark = pytest.mark.usefixtures("one_rank", "in_bfloat16")
+
+
 @pytest.fixture(autouse=True)
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
     """Of a model whose FP4 layers jitfp4 runs."""
@@ -49,11 +53,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     config.quant_config = Jitfp4ModelOptConfig.from_config(FP4)
     config.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=TEXT)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
     with set_current_vllm_config(config), torch.no_grad():
         yield config
-    torch.set_default_dtype(before)
 
 
 def layer_of(config: VllmConfig, state_dtype: torch.dtype) -> Any:
@@ -109,7 +110,6 @@ def ints(*values: Any) -> torch.Tensor:
 STATE_DTYPES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.mark.usefixtures("one_rank")
 @STATE_DTYPES
 def test_prompts_behind_tokens_of_others(config: VllmConfig, state_dtype: torch.dtype) -> None:
     layer, starts, slots, known = (
@@ -146,7 +146,6 @@ def test_prompts_behind_tokens_of_others(config: VllmConfig, state_dtype: torch.
         assert torch.equal(layer.kv_cache[1][slot], states[slot])
 
 
-@pytest.mark.usefixtures("one_rank")
 @STATE_DTYPES
 def test_a_token_of_each_request(config: VllmConfig, state_dtype: torch.dtype) -> None:
     layer, slots = layer_of(config, state_dtype), (6, 2, 0)  # the last stands for none: a graph has more rows
@@ -171,7 +170,6 @@ def test_a_token_of_each_request(config: VllmConfig, state_dtype: torch.dtype) -
     assert all(torch.equal(cache[0], before[0]) for cache, before in zip(layer.kv_cache, (pasts, states), strict=True))
 
 
-@pytest.mark.usefixtures("one_rank")
 @STATE_DTYPES
 def test_drafted_tokens(config: VllmConfig, state_dtype: torch.dtype) -> None:
     layer, table, accepted = layer_of(config, state_dtype), ints((4, 1, 7), (2, 8, 3)), ints(2, 1)
@@ -202,7 +200,6 @@ def test_drafted_tokens(config: VllmConfig, state_dtype: torch.dtype) -> None:
     assert layer._serves(step, rows) and not layer._serves(ragged, rows)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_what_stays_with_vllm(config: VllmConfig) -> None:
     layer = layer_of(config, torch.float32)
     with patch.object(QwenGatedDeltaNetAttention, "_forward_core") as theirs:
@@ -237,7 +234,6 @@ def test_the_gated_norm() -> None:
     assert ((out.double() - want).abs() <= want.abs() * 2**-8 + 1e-6).all()
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_the_kernels_of_all_steps_are_loaded(config: VllmConfig) -> None:
     with patch.object(delta_rule, "load_growing") as load:
         layer_of(config, torch.bfloat16)

@@ -20,13 +20,6 @@ pytest.importorskip("vllm")
 
 from vllm import platforms
 from vllm.config import CacheConfig, CompilationConfig, DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    destroy_distributed_environment,
-    destroy_model_parallel,
-    init_distributed_environment,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
-)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -37,8 +30,12 @@ from bench.engines.models import MODELS, VARIANTS, config_of, seed
 from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
+from tests.support.vllm_layers import one_rank
 
 plugin.register()
+
+__all__ = ["one_rank"]  # a fixture of all tests here
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 LAYERS, TOKENS, EXPERTS, CHOSEN = 2, 5, 8, 2
 SMALL = {
@@ -75,21 +72,6 @@ def define_routing() -> torch.library.Library:
 
 
 _library = define_routing()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's groups of processes, which other tests of this process may have made."""
-    if model_parallel_is_initialized():
-        yield
-        return
-    path = tmp_path_factory.mktemp("rendezvous") / "file"
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        init_distributed_environment(1, 0, f"file://{path}", 0, "gloo")
-        initialize_model_parallel(1)
-    yield
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 @pytest.fixture

@@ -19,25 +19,26 @@ from vllm.model_executor.models.gemma import GemmaMLP
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.qwen2 import Qwen2MLP
 
+import jitfp4.integrations.vllm as plugin
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.formats import NVFP4
 from jitfp4.operation import Operation
-from tests.integrations.test_vllm import CASES, K, Part, block_format_of, config_of
-from tests.integrations.test_vllm_models import one_rank
+from tests.support.vllm_layers import CASES, Part, block_format_of, config_of, in_bfloat16, one_rank
 
-__all__ = ["one_rank"]  # a fixture of each of its modules
-INTER = 96
+plugin.register()
+
+__all__ = ["in_bfloat16", "one_rank"]  # fixtures of all tests here
+pytestmark = pytest.mark.usefixtures("one_rank", "in_bfloat16")
+INTER, K = 96, 128
 
 
 @pytest.fixture(autouse=True)
 def natively() -> Iterator[None]:
-    """vLLM's operators in torch, since its extension is not here, and bfloat16 as the dtype of new parameters."""
-    config, before = VllmConfig(device_config=DeviceConfig(device="cpu")), torch.get_default_dtype()
+    """vLLM's operators in torch, since its extension is not here."""
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     config.compilation_config.custom_ops = ["none"]
     with set_current_vllm_config(config):
-        torch.set_default_dtype(torch.bfloat16)
         yield
-        torch.set_default_dtype(before)
 
 
 def filled(mlp: Any, case: str, scales: tuple[float, float] = (0.02, 0.02)) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from jitfp4 import Fp4Experts, SfLayout, fp4_experts, prepare_fp4_experts
 from jitfp4.families.experts.arguments import DownArguments, UpArguments
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.operation import down_matrix, up_matrix
-from jitfp4.formats import NVFP4, BlockFormat
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.operation import observed
 from jitfp4.reference.experts import (
     activation,
@@ -25,8 +25,14 @@ from jitfp4.reference.experts import (
 from jitfp4.reference.gemm import error_bound
 from jitfp4.reference.quantize import dequantize
 from tests.support.compare import poisoned
-from tests.support.gemm import LINEAR, swizzled
+from tests.support.gemm import LINEAR, check_graph_replay, swizzled
 
+REAL = (
+    (32, 4, 2880, 2880, MXFP4, "swigluoai"),
+    (64, 8, 2048, 768, NVFP4, "swiglu"),
+    (16, 8, 7168, 2048, NVFP4, "swiglu"),
+)
+"""Of gpt-oss, Qwen3 and DeepSeek-V3: experts, fewer than they have, slots, hidden, inter, format, activation."""
 SWIGLU = {"swiglu": (1.0, 0.0, math.inf), "swigluoai": (1.702, 1.0, 7.0)}
 
 
@@ -246,3 +252,17 @@ def dense(
                 y = y + raw.w2_bias[expert]
             out[token] += weights[token, slot] * y
     return out
+
+
+def check_chain(tokens: int) -> None:
+    """On the GPU: layers that each read the one before, by dependent launch, replayed: equal to calls one by one."""
+    layer = make_layer(16, 1024, 512, device="cuda", biases=False)
+    x, (ids, weights) = make_x(tokens, 1024).cuda(), (one.cuda() for one in make_routing(tokens, 4, 16))
+
+    def chain() -> torch.Tensor:
+        y = x
+        for number in range(8):
+            y = fp4_experts(y, layer, (ids + number) % 16, weights).clamp(-2, 2)
+        return y
+
+    check_graph_replay(chain)
