@@ -1,0 +1,248 @@
+"""FlashInfer's own tests, run against jitfp4 on a GPU.
+
+git clone https://github.com/flashinfer-ai/flashinfer CHECKOUT
+python tests/engines/acceptance.py CHECKOUT [--sample N] [pytest arguments]
+
+jitfp4's functions are put into the installed FlashInfer (``overlay()``), and a test counts when it called one of them.
+Two things differ from FlashInfer's own run: every GPU counts as sm_100, so that tests of what FlashInfer has for
+Blackwell alone run on others too, and attention of one request, which many tests compare with, is computed by torch.
+
+There are 160,000 tests; ``--sample N`` runs at most N of each file, which are always the same ones.
+
+Each test ends in one of these, counted at the end:
+- passed: it called jitfp4, and what it checks is true;
+- refused: jitfp4 refused an argument with a typed error; the reasons are listed with their counts;
+- own kernel: FlashInfer had to build a kernel of its own, which is not what is tried here;
+- elsewhere: no function of jitfp4 was called, or the test skipped itself;
+- failed: anything else. The exit status is 1 then.
+
+This is a program, not a module of the tests: FlashInfer's tests are a package of the same name.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILES = (
+    "attention/test_batch_decode_kernels.py",
+    "attention/test_batch_prefill_kernels.py",
+    "attention/test_decode_prefill_lse.py",
+    "attention/test_non_contiguous_decode.py",
+    "attention/test_page.py",
+    "attention/test_sliding_window.py",
+    "attention/test_tensor_cores_decode.py",
+    "attention/test_trtllm_gen_attention_decode.py",
+    "attention/test_trtllm_gen_attention_prefill.py",
+    "attention/test_xqa_batch_decode.py",
+    "gdn/test_decode_delta_rule.py",
+    "gdn/test_prefill_delta_rule.py",
+    "gemm/test_mm_fp4.py",
+    "norm/test_add_rmsnorm_fp4_quant_cute_dsl.py",
+    "norm/test_rmsnorm_fp4_quant_cute_dsl.py",
+    "utils/test_fp4_kv_quantization.py",
+    "utils/test_fp4_quantize.py",
+    "utils/test_fp4_quantize_padding.py",
+)
+OUTCOMES = ("passed", "refused", "own kernel", "elsewhere", "failed")
+METHODS = ("run", "run_return_lse", "forward", "forward_return_lse")
+
+_served: list[str] = []  # the functions of jitfp4 that the running test has called
+
+
+def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _served.append(name)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def _prepare() -> None:
+    """Before a test module is imported: jitfp4 in FlashInfer's modules, its calls counted, one oracle in torch."""
+    import flashinfer
+    import flashinfer.jit
+    import flashinfer.utils
+
+    import jitfp4.flashinfer
+
+    flashinfer.utils.get_compute_capability = lambda _device: (10, 0)
+    for name in ("is_sm100a_supported", "is_sm100f_supported"):
+        setattr(flashinfer.utils, name, lambda _device: True)
+    flashinfer.jit.build_jit_specs = lambda *_args, **_kwargs: None
+    supported = getattr(flashinfer.mm_fp4, "is_backend_supported", None)
+    counted: dict[int, Any] = {}
+    for path in jitfp4.flashinfer.overlay().replaced():
+        module, _, name = path.rpartition(".")
+        ours = getattr(sys.modules[module], name)
+        if isinstance(ours, type):
+            for method in {*METHODS} & {*vars(ours)}:
+                if id(vars(ours)[method]) not in counted:
+                    wrapped = _counted(f"{name}.{method}", vars(ours)[method])
+                    counted[id(wrapped)] = wrapped
+                    setattr(ours, method, wrapped)
+        else:
+            wrapped = counted.setdefault(id(ours), _counted(name, ours))
+            if name == "mm_fp4":
+                wrapped.is_backend_supported = supported
+            setattr(sys.modules[module], name, wrapped)
+    for module in (flashinfer, flashinfer.decode):
+        module.single_decode_with_kv_cache = _single_decode
+    for module in (flashinfer, flashinfer.prefill):
+        module.single_prefill_with_kv_cache = _single_prefill
+        module.single_prefill_with_kv_cache_return_lse = functools.partial(_single_prefill, return_lse=True)
+
+
+def _single_decode(q: Any, k: Any, v: Any, kv_layout: str = "NHD", **kwargs: Any) -> Any:
+    """Attention of one query token to one request: ``q`` is [heads, head_dim]."""
+    out = _single_prefill(q[None], k, v, kv_layout=kv_layout, **kwargs)
+    return (out[0][0], out[1][0]) if kwargs.get("return_lse") else out[0]
+
+
+def _single_prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+    *,
+    o_dtype: Any = None,
+    custom_mask: Any = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    return_lse: bool = False,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    **_other: Any,
+) -> Any:
+    """Attention of one request in float32, by torch: softmax over the keys that causal and window_left leave."""
+    import torch
+
+    if pos_encoding_mode != "NONE":
+        pytest.skip("the oracle has no rotation")
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scale = (q.shape[-1] ** -0.5) if sm_scale is None else sm_scale
+    for one in (scale_q, scale_k, q_scale, k_scale):
+        scale = scale if one is None else scale * one
+    if torch.is_tensor(scale) and scale.dim():
+        scale = scale.reshape(-1, 1, 1)
+    logits = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if logits_soft_cap:
+        logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+    at = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)
+    key = torch.arange(len(k), device=q.device)[None]
+    seen = key <= at if causal else torch.ones_like(key <= at)
+    if custom_mask is not None:
+        seen = custom_mask.reshape(len(q), len(k)).bool()
+    if window_left >= 0:
+        seen = seen & (key >= at - window_left)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values)
+    for one in (scale_v, v_scale):
+        out = out if one is None else out * one
+    out = out.to(o_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.float16))
+    return (out, logits.logsumexp(-1).T / 0.6931471805599453) if return_lse else out
+
+
+def _needs_own_kernel(error: BaseException) -> bool:
+    """Whether FlashInfer was building a kernel of its own when it failed."""
+    return any("flashinfer/jit/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, metavar="N", help="run at most N tests of each file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sample: int | None = config.getoption("sample")
+    if sample is not None:
+        files: dict[Path, list[pytest.Item]] = {}
+        for item in items:
+            files.setdefault(item.path, []).append(item)
+        chosen = {item for tests in files.values() for item in random.Random(0).sample(tests, min(sample, len(tests)))}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def pytest_configure() -> None:
+    _prepare()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    from jitfp4.errors import ArgumentError
+
+    _served.clear()
+    outcome, reason = "failed", ""
+    try:
+        result = yield
+        outcome = "passed" if _served else "elsewhere"
+        return result
+    except pytest.skip.Exception:
+        outcome = "elsewhere"
+        raise
+    except ArgumentError as error:
+        outcome, reason = "refused", str(error)
+        pytest.skip(f"refused: {reason}")
+    except Exception as error:
+        if _needs_own_kernel(error):
+            outcome = "own kernel"
+            pytest.skip(f"FlashInfer's own kernel: {error}")
+        raise
+    finally:
+        item.user_properties += [("outcome", outcome), ("reason", reason)]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The counts by file, and why calls were refused."""
+    counts: dict[str, Counter[str]] = {}
+    reasons: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            properties = dict(getattr(report, "user_properties", ()))
+            if getattr(report, "when", "") == "call" and "outcome" in properties:
+                file = report.nodeid.split("::")[0].removeprefix("tests/")
+                counts.setdefault(file, Counter())[properties["outcome"]] += 1
+                if properties["reason"]:
+                    reasons[properties["reason"]] += 1
+    terminalreporter.section("FlashInfer's tests with jitfp4")
+    terminalreporter.line(f"{'file':<48}" + "".join(f"{name:>12}" for name in OUTCOMES))
+    total = sum(counts.values(), Counter())
+    for file, found in [*sorted(counts.items()), ("all", total)]:
+        terminalreporter.line(f"{file:<48}" + "".join(f"{found[name]:>12}" for name in OUTCOMES))
+    for reason, number in reasons.most_common():
+        terminalreporter.line(f"refused {number:>5}: {reason}")
+
+
+def main(checkout: Path, arguments: list[str]) -> int:
+    """Run the tests of ``FILES``, or those that ``arguments`` name."""
+    here, root = Path(__file__).resolve().parent, checkout.resolve()
+    sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != here)]
+    sys.path.append(str(here))  # after the checkout: workers of pytest-xdist import this file by its name
+    named = any(".py" in argument for argument in arguments)
+    files = [] if named else [str(root / "tests" / file) for file in FILES if (root / "tests" / file).exists()]
+    return int(
+        pytest.main(["-p", "acceptance", "--import-mode=importlib", f"--rootdir={root}", "-q", *files, *arguments])
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
