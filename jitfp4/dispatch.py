@@ -49,6 +49,9 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What guard() compares; of anything else than a tensor, which is in a group of a wrong call, the type alone."""
+    if not isinstance(tensor, torch.Tensor):
+        return (type(tensor),)
     return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 

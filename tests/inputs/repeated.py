@@ -216,7 +216,9 @@ _OUTPUTS = (
 
 def filled(name: str, seed: int) -> Arguments:
     """The arguments of a call, with other values in tensors of codes, scales and floats for each seed."""
-    arguments = repeated_calls()[name]()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # of the weights that an object of the call keeps
+        arguments = repeated_calls()[name]()
     for key, value in arguments.items():
         for tensor in tensors_of(value) if "workspace" not in key else ():
             random = {"generator": torch.Generator(tensor.device).manual_seed(seed), "device": tensor.device}

@@ -25,11 +25,20 @@ def test_what_torch_may_lack_has_another_way(name: str, monkeypatch: pytest.Monk
         (x.to("meta"), y),
         (torch.nn.Parameter(x), y),
         (x, torch.zeros(9)),
+        (x, "y"),
+        (x, y.numpy()),
     ):
         assert not matches(*other)
     assert dispatch.is_watched() == (name in ("_count_modes", "_transform"))
     if name == "_exchange":
         assert dispatch.exchange_device(1) == 2
+
+
+def test_one_tensor_given_twice() -> None:
+    x = torch.zeros(4, 8)
+    matches = dispatch.guard((x, x))
+    assert matches(x, torch.ones(4, 8))
+    assert not any(matches(x, other) for other in (x.double(), "x", x.numpy(), None))
 
 
 def test_tracing_and_transforming_are_seen() -> None:
