@@ -22,6 +22,7 @@ This is a program, not a module of the tests: FlashInfer's tests are a package o
 from __future__ import annotations
 
 import functools
+import importlib
 import random
 import sys
 import traceback
@@ -78,6 +79,9 @@ def _prepare() -> None:
     flashinfer.utils.get_compute_capability = lambda _device: (10, 0)
     for name in ("is_sm100a_supported", "is_sm100f_supported"):
         setattr(flashinfer.utils, name, lambda _device: True)
+    helpers = importlib.import_module("tests.test_helpers.jit_utils")  # of the checkout
+    for name in ("gen_decode_attention_modules", "gen_prefill_attention_modules"):
+        setattr(helpers, name, lambda *_args, **_kwargs: [])
     flashinfer.jit.build_jit_specs = lambda *_args, **_kwargs: None
     supported = getattr(flashinfer.mm_fp4, "is_backend_supported", None)
     counted: dict[int, Any] = {}
