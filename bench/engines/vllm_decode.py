@@ -17,6 +17,7 @@ same tokens. plugin-kv is right where it is much nearer to own-rounded than both
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -53,6 +54,7 @@ PAIRS = (
     ("plugin-2", "plugin"),
     ("plugin-kv-2", "plugin-kv"),
 )
+PR_SET_PDEATHSIG = 1
 EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker")
 Rows = list[dict[str, object]]
 
@@ -221,6 +223,7 @@ def forked(model: str, name: str, options: argparse.Namespace, folder: Path) -> 
         os.dup2(target, 1)
         os.dup2(target, 2)
         os.setpgrp()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 9)  # it ends with this process, however that ends
         status = 1
         try:
             one(model, name, options, folder)
