@@ -4,14 +4,16 @@
         [--new 96] [--device cuda] [--out DIR]
 
 Needs transformers 5.23. Weights are random, prompts are random tokens. ``bf16`` and ``w4``, FP4 weights, have
-transformers' own cache and paged attention (``sdpa``); ``w4-kv4`` has jitfp4's, over NVFP4. A step is the difference
-between whole runs with many new tokens and with few, so prompts do not count; their own time is that of the few.
-CUDA graphs are transformers' choice for each.
+transformers' own cache and paged attention (``sdpa``); ``w4-kv4`` has jitfp4's, over NVFP4. A step is the median time
+between two tokens of a request, of the second half of its tokens: all prompts are read then. ``s_all`` are the seconds
+of the whole call, with what transformers prepares for it. CUDA graphs are transformers' choice for each variant.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,19 +30,22 @@ from jitfp4.integrations.transformers import register
 from jitfp4.integrations.transformers.batches import nvfp4_batches
 
 VARIANTS = ("bf16", "w4", "w4-kv4")
-FEW, PAGE, STEP = 16, 128, 4096  # tokens: new ones of a short run, of a page, and of a step
+PAGE, STEP, LEAST = 128, 4096, 8  # tokens of a page, of a step, and new ones
 
 
-def seconds(model: Any, prompts: list[list[int]], new: int) -> float:
-    """Of a whole run."""
+def seconds(model: Any, prompts: list[list[int]], new: int) -> tuple[float, float]:
+    """Of a step, and of a whole call."""
     pages = sum(-(-(len(prompt) + new) // PAGE) + 1 for prompt in prompts)
     options = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
     batching = transformers.ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages, max_batch_tokens=STEP)
     begun = time.perf_counter()
-    outs = model.generate_batch(prompts, generation_config=options, continuous_batching_config=batching)
+    outs = model.generate_batch(
+        prompts, generation_config=options, continuous_batching_config=batching, record_timestamps=True
+    )
     took = time.perf_counter() - begun
     assert [len(out.generated_tokens) for out in outs.values()] == [new] * len(prompts)
-    return took
+    late = [out.timestamps[new // 2 :] for out in outs.values()]
+    return statistics.median(b - a for times in late for a, b in itertools.pairwise(times)), took
 
 
 def measured(model: Any, variant: str, requests: int, context: int, new: int) -> dict[str, object]:
@@ -50,11 +55,10 @@ def measured(model: Any, variant: str, requests: int, context: int, new: int) ->
     layers = model.config.num_hidden_layers
     model.set_attn_implementation("jitfp4" if variant == "w4-kv4" else "sdpa")
     with nvfp4_batches(model, [(0.01, 0.01)] * layers) if variant == "w4-kv4" else nullcontext():
-        seconds(model, prompts, FEW)
-        few, many = (min(seconds(model, prompts, tokens) for _ in range(2)) for tokens in (FEW, new))
-    step = (many - few) / (new - FEW)
-    times = {"ms_per_step": round(1e3 * step, 3), "tokens_per_s": round(requests / step, 1)}
-    return {"requests": requests, "prompt": context, "new": new, "s_few": round(few, 3)} | times
+        seconds(model, prompts, new)
+        step, took = seconds(model, prompts, new)
+    times = {"ms_per_step": round(1e3 * step, 3), "tokens_per_s": round(requests / step, 1), "s_all": round(took, 3)}
+    return {"requests": requests, "prompt": context, "new": new} | times
 
 
 @torch.no_grad()
@@ -67,8 +71,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()
-    if options.new <= FEW:
-        parser.error(f"--new must be more than {FEW}")
+    if options.new < LEAST:
+        parser.error(f"--new must be at least {LEAST}")
     register()
     origin, rows = stamp() | {"transformers": transformers.__version__}, []
     for variant in options.variant:
