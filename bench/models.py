@@ -104,6 +104,9 @@ MODELS = {
     "qwen3-next-32-layers": Model(  # of 48: so that it fits on an H200 in bf16, too
         "qwen3_next", "Qwen3Next", lambda: transformers.Qwen3NextConfig(num_hidden_layers=32)
     ),
+    "qwen3-next-16-layers": Model(  # and on an H100
+        "qwen3_next", "Qwen3Next", lambda: transformers.Qwen3NextConfig(num_hidden_layers=16)
+    ),
     "tiny": Model(
         "qwen3",
         "Qwen3",

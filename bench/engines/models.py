@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,15 +82,46 @@ GPT_OSS: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": True,
 }
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
 MODELS = {
     "llama-3.1-8b": LLAMA,
     "qwen3-30b-a3b": QWEN3_MOE,
+    "qwen3-next-80b-a3b": QWEN3_NEXT,
     "gpt-oss-20b": GPT_OSS,
     "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
 }
 _STD = 0.02  # of weights
 _ENCODE = 190.0  # makes the standard deviation of NVFP4 codes that of the weights
 _EXPONENTS = (119, 122)  # of UE8M0: likewise for MXFP4 codes
+_RATES = (0.01, 16.0)  # of decay: exp(A_log)
+_KEPT = ["lm_head", "re:.*mlp[.]gate$", "re:.*shared_expert_gate$", "re:.*in_proj_ba$"]
 _CAPTURED = (1, 8, 64)  # batches that have a CUDA graph
 
 
@@ -102,6 +134,7 @@ class Variant(NamedTuple):
     cache: str = "auto"
     rounds: bool = False
     activations: str | None = None
+    ranks: int = 1
 
 
 VARIANTS = {
@@ -112,10 +145,12 @@ VARIANTS = {
     "plugin-fp8": Variant(plugin=True, activations="fp8"),
     "plugin-attention": Variant(plugin=True, backend="CUSTOM"),
     "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
+    "plugin-2": Variant(plugin=True, ranks=2),
+    "plugin-kv-2": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", ranks=2),
 }
 """``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would. ``plugin``: the
 weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8; ``-attention``: and its
-attention, over a bf16 cache; ``-kv``: over an NVFP4 cache."""
+attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
 
 
 def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
@@ -134,7 +169,7 @@ def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[s
         weights |= {"symmetric": True, "dynamic": False}
         group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": None}
         quantization = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-        quantization |= {"ignore": ["lm_head", "re:.*mlp[.]gate$"], "config_groups": {"group_0": group}}
+        quantization |= {"ignore": _KEPT, "config_groups": {"group_0": group}}
     return config | ({"quantization_config": quantization} if variant.quantized else {})
 
 
@@ -145,42 +180,86 @@ def set_environment() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it would use NVLink's multicast, which shared hosts may forbid
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
 
 
 def seed(model: Any) -> None:
-    """Fill the parameters of a model that vLLM made, each by its name: FP4 ones are uniform codes."""
+    """Fill the parameters of a model that vLLM made, each by its name."""
+    for name, tensor in model.state_dict().items():
+        fill(name, tensor)
+
+
+def fill(name: str, tensor: Any) -> None:
+    """Random values that the name alone decides, with a trained model's spread; FP4 ones are uniform codes."""
     import torch
 
-    for name, tensor in model.state_dict().items():
-        made = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
-        if tensor.dtype == torch.uint8:
-            tensor.random_(*(_EXPONENTS if name.endswith("weight_scale") else (0, 256)), generator=made)
-        elif tensor.dtype == torch.float8_e4m3fn:
-            for part in tensor if tensor.dim() == 3 else (tensor,):  # experts one by one: float32 takes four times more
-                part.copy_(torch.rand(part.shape, device=part.device, generator=made).mul_(1.5).add_(0.5))
-        elif "global_scale" in name:
-            tensor.fill_(_ENCODE)
-        elif "norm" in name:
-            tensor.fill_(1.0)
-        elif name.endswith(("bias", "sinks")):
-            tensor.zero_()
-        elif tensor.dim() >= 2 and "weight" in name:
-            tensor.normal_(0, _STD, generator=made)
+    made = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
+    if tensor.dtype == torch.uint8:
+        tensor.random_(*(_EXPONENTS if name.endswith("weight_scale") else (0, 256)), generator=made)
+    elif tensor.dtype == torch.float8_e4m3fn:
+        for part in tensor if tensor.dim() == 3 else (tensor,):  # experts one by one: float32 takes four times more
+            part.copy_(torch.rand(part.shape, device=part.device, generator=made).mul_(1.5).add_(0.5))
+    elif "global_scale" in name:
+        tensor.fill_(_ENCODE)
+    elif "norm" in name:
+        tensor.fill_(1.0)
+    elif name.endswith(("bias", "sinks")):
+        tensor.zero_()
+    elif name.endswith("A_log"):
+        tensor.uniform_(*_RATES, generator=made).log_()
+    elif tensor.dim() >= 2 and "weight" in name:
+        tensor.normal_(0, 0.5 if "conv" in name else _STD, generator=made)
+
+
+def checkpoint(config: Any, device: str) -> Iterator[tuple[str, Any]]:
+    """The tensors of a Llama's checkpoint by name, whole: of any number of ranks each takes its part of the same."""
+    import torch
+
+    width, inter, heads, d = config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim
+    kv, fp4 = config.num_key_value_heads * d, getattr(config, "quantization_config", None) is not None
+    attention = {"q": (heads * d, width), "k": (kv, width), "v": (kv, width), "o": (width, heads * d)}
+    products = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
+    products |= {"mlp.gate_proj": (inter, width), "mlp.up_proj": (inter, width), "mlp.down_proj": (width, inter)}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for layer in range(config.num_hidden_layers):
+        stem = f"model.layers.{layer}"
+        for norm in ("input", "post_attention"):
+            shapes[f"{stem}.{norm}_layernorm.weight"] = (width,), torch.bfloat16
+        for name, (n, k) in products.items():
+            if fp4:
+                shapes[f"{stem}.{name}.weight_packed"] = (n, k // 2), torch.uint8
+                shapes[f"{stem}.{name}.weight_scale"] = (n, k // 16), torch.float8_e4m3fn
+                shapes[f"{stem}.{name}.weight_global_scale"] = (1,), torch.float32
+            else:
+                shapes[f"{stem}.{name}.weight"] = (n, k), torch.bfloat16
+    shapes["model.norm.weight"] = (width,), torch.bfloat16
+    for name in ("model.embed_tokens", "lm_head"):
+        shapes[f"{name}.weight"] = (config.vocab_size, width), torch.bfloat16
+    for name, (shape, dtype) in shapes.items():
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        fill(name, tensor)
+        yield name, tensor
 
 
 def register_loader() -> None:
-    """Name the loader of seeded weights: the same tensors for each engine, with the spread of a trained model's."""
+    """Name the loader of seeded weights: the same tensors for each engine, with the spread of a trained model's.
+
+    Llamas get them as a checkpoint, by vLLM's own loader.
+    """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     @register_model_loader("seeded")
     class Seeded(DummyModelLoader):
         def load_weights(self, model: Any, model_config: Any) -> None:
-            del model_config
-            seed(model)
+            config = model_config.hf_config
+            if config.model_type == "llama":
+                model.load_weights(checkpoint(config, "cuda"))
+            else:
+                seed(model)
 
 
 def engine_of(model: str, name: str, layers: int | None, context: int, **changes: Any) -> tuple[Any, float]:
@@ -205,6 +284,7 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
         "seed": 0,
         "kv_cache_dtype": variant.cache,
         "compilation_config": graphs,
+        "tensor_parallel_size": variant.ranks,
     }
     if variant.backend is not None:
         arguments["attention_config"] = {"backend": variant.backend}

@@ -1,9 +1,10 @@
-"""What keys and values in NVFP4 cost a Llama of random weights, by torch alone: what ``--check`` should find in vLLM.
+"""What rounding costs a Llama of random weights, by torch alone: what ``--check`` should find in vLLM.
 
     python -m bench.engines.random_model [--layers 2 8 32]
 
 A quarter of Llama-3.1-8B's width, prompts of 16 tokens, the logits of each last token. ``noise`` is a run whose
-products differ by 2^-10 before they are rounded to bf16, as another kernel's do; ``nvfp4`` rounds keys and values.
+products differ by 2^-10 before they are rounded to bf16, as another kernel's do; ``nvfp4`` rounds keys and values;
+``fp8`` multiplies activations and weights in E4M3, each row with its own scale.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from bench.engines.vllm_decode import rounded
 HIDDEN, INTER, VOCAB, HEAD_DIM, HEADS, KV_HEADS = 1024, 3584, 128256, 128, 8, 2
 PROMPTS, TOKENS = 8, 16
 STD = 0.04  # as wide for this width as 0.02 is for 4096
-RUNS = {"exact": (False, False), "noise": (True, False), "nvfp4": (False, True), "nvfp4 noise": (True, True)}
-PAIRS = (("noise", "exact"), ("nvfp4 noise", "nvfp4"), ("nvfp4", "exact"))
+RUNS = ("exact", "noise", "nvfp4", "nvfp4 noise", "fp8")
+PAIRS = (("noise", "exact"), ("nvfp4 noise", "nvfp4"), ("nvfp4", "exact"), ("fp8", "exact"))
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -39,18 +40,24 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return bf16(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
-def layer(x: torch.Tensor, weights: list[torch.Tensor], noisy: bool, is_nvfp4: bool) -> torch.Tensor:
-    """One layer of ``x [prompts, tokens, hidden]``."""
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Rows in E4M3, whose largest value is E4M3's."""
+    scale = x.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def layer(x: torch.Tensor, weights: list[torch.Tensor], run: str) -> torch.Tensor:
+    """One layer of ``x [prompts, tokens, hidden]``, as one of RUNS rounds."""
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = rows @ weight.T
-        return bf16(out * (1 + 2**-10 * torch.randn_like(out)) if noisy else out)
+        out = e4m3(rows) @ e4m3(weight).T if "fp8" in run else rows @ weight.T
+        return bf16(out * (1 + 2**-10 * torch.randn_like(out)) if "noise" in run else out)
 
     q, k, v, o, gate, up, down = weights
     rows = normalised(x)
     query, key, value = (product(rows, side).unflatten(-1, (-1, HEAD_DIM)) for side in (q, k, v))
     query, key = rotated(query), rotated(key)
-    if is_nvfp4:
+    if "nvfp4" in run:
         key, value = (rounded(side.bfloat16(), HEAD_DIM).float() for side in (key, value))
     key, value = (side.repeat_interleave(HEADS // KV_HEADS, 2) for side in (key, value))
     logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(HEAD_DIM)
@@ -71,7 +78,7 @@ def compared(layers: int) -> None:
     columns = (HIDDEN, HIDDEN, HIDDEN, HEADS * HEAD_DIM, HIDDEN, HIDDEN, INTER)
     for _ in range(layers):
         weights = [STD * torch.randn(n, k) for n, k in zip(rows, columns, strict=True)]
-        states = {name: layer(x, weights, *RUNS[name]) for name, x in states.items()}
+        states = {name: layer(x, weights, name) for name, x in states.items()}
     logits = {name: normalised(x[:, -1]) @ head.T for name, x in states.items()}
     for name, other in PAIRS:
         cosines = cosine_similarity(logits[name], logits[other], dim=-1)

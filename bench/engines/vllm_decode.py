@@ -10,13 +10,14 @@ imports. ``vllm.csv`` has a line for a model, a variant and a batch, and with ``
 kernels of a step, of all variants or of those that are named. Lines are written after each variant.
 
 ``--check`` measures nothing. It compares logits of the same requests between variants: prompts of 1 to 700 tokens in
-chunks of 512, then decode steps of six requests in graphs of eight, in which every variant is given the same tokens.
-plugin-kv is right where it is much nearer to own-rounded than both are to own.
+chunks of 512 (``--chunk``), then decode steps of six requests in graphs of eight, in which every variant is given the
+same tokens. plugin-kv is right where it is much nearer to own-rounded than both are to own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,8 @@ FEW_LONG, MANY_LONG = 8, 40
 PROFILED = (8, 40)  # tokens
 KERNELS = 16  # of a profile
 LOGGED = 40  # lines of what failed
-PROMPTS = (1, 16, 65, 128, 300, 700)  # tokens
-CHUNK, FORCED = 512, 24
+PROMPTS, MORE = (1, 16, 65, 128, 300), 188  # tokens; of the last prompt MORE than a chunk
+FORCED = 24
 PROBED = list(range(77, 128256, 1002))  # tokens whose logits are compared
 PAIRS = (
     ("plugin", "own"),
@@ -49,7 +51,10 @@ PAIRS = (
     ("plugin-kv", "own-rounded"),
     ("own-rounded", "own"),
     ("plugin-kv", "own"),
+    ("plugin-2", "plugin"),
+    ("plugin-kv-2", "plugin-kv"),
 )
+PR_SET_PDEATHSIG = 1
 EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker")
 Rows = list[dict[str, object]]
 
@@ -59,8 +64,9 @@ def prompt(request: int, tokens: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": [(7 * request + 13 * place) % 31000 + 10 for place in range(tokens)]}
 
 
-def loaded() -> int:
-    """Kernels of jitfp4 that this process has loaded."""
+def loaded(worker: Any) -> int:
+    """Kernels of jitfp4 that a process of vLLM has loaded."""
+    del worker
     from jitfp4 import engine
 
     return engine.loaded()
@@ -72,7 +78,8 @@ def measured(model: str, name: str, options: argparse.Namespace) -> dict[str, Ro
 
     llm, ready = engine_of(model, name, options.layers, options.context)
     layers = options.layers or MODELS[model]["num_hidden_layers"]
-    before = loaded()
+    before = llm.collective_rpc(loaded)
+    print(f"READY {model} {name}: {ready:.1f} s, kernels of ranks {before}", flush=True)
     long = options.context > 2048
     few, many = (FEW_LONG, MANY_LONG) if long else (FEW, MANY)
 
@@ -92,7 +99,7 @@ def measured(model: str, name: str, options: argparse.Namespace) -> dict[str, Ro
         first = min(run(batch, 1) for _ in range(ROUNDS))
         times = {"ms_first": f"{first * 1e3:.2f}", "ms_per_step": f"{step * 1e3:.3f}"}
         times["tokens_per_s"] = f"{batch / step:.0f}"
-        state = {"ready_s": f"{ready:.1f}", "loaded_after_ready": loaded() - before}
+        state = {"ready_s": f"{ready:.1f}", "loaded_after_ready": sum(llm.collective_rpc(loaded)) - sum(before)}
         found["vllm"].append(row | times | state)
         print("RESULT", found["vllm"][-1], flush=True)
         if options.profile is not None and name in (options.profile or [name]):
@@ -133,14 +140,16 @@ def logits(model: str, name: str, options: argparse.Namespace) -> torch.Tensor:
     """Of each request, each of its tokens, and each of PROBED: [requests, FORCED, PROBED]."""
     from vllm import SamplingParams
 
-    small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_model_len": 1024, "max_num_seqs": 8}
+    prompts = [prompt(request, tokens) for request, tokens in enumerate((*PROMPTS, options.chunk + MORE))]
+    longest = options.chunk + 512
+    small: dict[str, Any] = {"max_num_batched_tokens": options.chunk, "max_model_len": longest, "max_num_seqs": 8}
     small |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 2 << 30}  # others may use the GPU
     small |= {"logprobs_mode": "raw_logits", "max_logprobs": len(PROBED), "enforce_eager": VARIANTS[name].rounds}
-    llm, ready = engine_of(model, name, options.layers, max(PROMPTS), **small)
-    print(f"READY {model} {name}: {ready:.1f} s", flush=True)
+    llm, ready = engine_of(model, name, options.layers, 0, **small)
+    before = llm.collective_rpc(loaded)
+    print(f"READY {model} {name}: {ready:.1f} s, kernels of ranks {before}", flush=True)
     if VARIANTS[name].rounds:
         llm.apply_model(round_keys_and_values)
-    prompts = [prompt(request, tokens) for request, tokens in enumerate(PROMPTS)]
     wanted = [
         SamplingParams(
             max_tokens=FORCED,
@@ -150,11 +159,12 @@ def logits(model: str, name: str, options: argparse.Namespace) -> torch.Tensor:
             logprob_token_ids=PROBED,
             allowed_token_ids=[1000 + 17 * request],
         )
-        for request in range(len(PROMPTS))
+        for request in range(len(prompts))
     ]
     outputs = [output.outputs[0] for output in llm.generate(prompts, wanted, use_tqdm=False)]
     for request, output in enumerate(outputs):
         assert set(output.token_ids) == {1000 + 17 * request}, "a request got a token that was not its own"
+    print(f"READY {model} {name}: loaded since {llm.collective_rpc(loaded)}", flush=True)
     return torch.tensor([[[step[token].logprob for token in PROBED] for step in one.logprobs] for one in outputs])
 
 
@@ -185,9 +195,9 @@ def cosines(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cosine_similarity(one, other, dim=-1)
 
 
-def compared(model: str, folder: Path) -> None:
-    """Print the cosines of pairs of variants."""
-    for pair in PAIRS:
+def compared(model: str, name: str, folder: Path) -> None:
+    """Print the cosines of a variant and those that ran before it."""
+    for pair in (pair for pair in PAIRS if name in pair):
         files = [folder / f"{model} {name}.pt" for name in pair]
         if all(file.exists() for file in files):
             found = cosines(*(torch.load(file) for file in files))
@@ -213,6 +223,7 @@ def forked(model: str, name: str, options: argparse.Namespace, folder: Path) -> 
         os.dup2(target, 1)
         os.dup2(target, 2)
         os.setpgrp()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 9)  # it ends with this process, however that ends
         status = 1
         try:
             one(model, name, options, folder)
@@ -225,6 +236,8 @@ def forked(model: str, name: str, options: argparse.Namespace, folder: Path) -> 
         if time.monotonic() - begun > options.limit:
             os.killpg(child, 9)
         time.sleep(0.05)
+    with suppress(ProcessLookupError):  # ranks that have not ended yet
+        os.killpg(child, 9)
     status = os.waitstatus_to_exitcode(ended[1])
     lines = log.read_text(errors="replace").splitlines()
     shown = [line for line in lines if line.startswith(("RESULT", "READY"))] if status == 0 else lines[-LOGGED:]
@@ -251,6 +264,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16, help="tokens of a prompt")
     parser.add_argument("--profile", nargs="*", choices=VARIANTS, help="the kernels of a step, too")
     parser.add_argument("--check", action="store_true", help="compare logits instead")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a step that is compared")
     parser.add_argument("--limit", type=float, default=110, help="seconds of a variant")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()
@@ -266,10 +280,10 @@ def main() -> None:
             for name in options.variant:
                 if forked(model, name, options, folder):
                     failed.append(f"{model} {name}")
-                elif not options.check:
+                elif options.check:
+                    compared(model, name, folder)
+                else:
                     write(folder, options.out, origin)
-            if options.check:
-                compared(model, folder)
     if failed:
         raise SystemExit(f"failed: {failed}")
 

@@ -11,10 +11,12 @@ from torch.nn import functional
 from jitfp4.families.conv.operation import CONV
 from jitfp4.families.conv.problem import Problem as ConvProblem
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-from jitfp4.families.gdn.prefill_arguments import PrefillProblem
+from jitfp4.families.gdn.parts_operation import PREFILL_JOIN_OPERATION, PREFILL_PARTS_OPERATION
+from jitfp4.families.gdn.prefill_arguments import JoinProblem, PartsProblem, PrefillProblem, ProductsProblem
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gdn.problem import Problem as RuleProblem
 from jitfp4.families.gdn.problem import StateLayout
+from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.families.norm.kernels.rmsnorm import Problem as NormProblem
 from jitfp4.families.norm.plain import RMSNORM
 from jitfp4.formats import DType
@@ -73,6 +75,13 @@ class Shape(NamedTuple):
             )
             yield GATED_DELTA_RULE, rule, "batch", requests
         prompts = PrefillProblem(dtype, self.head_dim, self.value_dim, 1, 1, self.value_heads)
+        products = ProductsProblem(dtype, self.head_dim, 1, 1, self.value_heads)
+        yield PREFILL_PRODUCTS_OPERATION, products, "tokens", tokens
+        if prompts._replace(tokens=tokens).few_and_long:
+            parts = PartsProblem(dtype, self.head_dim, self.value_dim, 1, 1, self.value_heads, part_chunks=1)
+            yield PREFILL_PARTS_OPERATION, parts, "tokens", tokens
+            join = JoinProblem(self.head_dim, self.value_dim, 1, self.value_heads)
+            yield PREFILL_JOIN_OPERATION, join, "sequences", requests
         yield GATED_DELTA_RULE_PREFILL, prompts, "tokens", tokens
         yield GATED_DELTA_RULE_PREFILL, prompts._replace(tokens=tokens), "sequences", requests
 

@@ -101,14 +101,18 @@ def fp8_products(
 
 
 def load_growing(operation: Operation[Any, Any], base: Any, field: str, most: int, like: torch.Tensor) -> None:
-    """Load the kernels for problems like ``base`` with 1 to ``most`` in ``field``; nothing on a CPU."""
+    """Load the kernels for problems like ``base`` with 1 to ``most`` in ``field``; nothing on a CPU.
+
+    Nor of an operation that a GPU has no problems for.
+    """
     if like.is_cuda:
         _load_growing(engine.target_of(like), operation, base, field, most)
 
 
 @engine.until_reset
 def _load_growing(target: engine.Target, operation: Operation[Any, Any], base: Any, field: str, most: int) -> None:
-    _load(operation, growing(base, field, most), target)
+    if operation.problems(target.arch):
+        _load(operation, growing(base, field, most), target)
 
 
 def growing(base: Any, field: str, most: int) -> Iterator[Any]:

@@ -59,7 +59,7 @@ def test_cosines_do_not_see_what_softmax_does_not(tmp_path: Path, capsys: pytest
     assert torch.allclose(vllm_decode.cosines(own, own + 7), torch.ones(2, 3, dtype=torch.float64))
     torch.save(own, tmp_path / "a model own.pt")
     torch.save(torch.cat((own[:, :1], -own[:, 1:]), 1), tmp_path / "a model plugin.pt")
-    vllm_decode.compared("a model", tmp_path)
+    vllm_decode.compared("a model", "plugin", tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     one, minus = (f"least {cosine:.5f} mean {cosine:.5f}" for cosine in (1.0, -1.0))
     assert line == f"COSINE a model plugin to own: prompts {one}, steps {minus}"

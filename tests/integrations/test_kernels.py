@@ -28,6 +28,7 @@ from jitfp4.families.experts.problem import GatherProblem, Product
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import item_rows_of
+from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import Fp8Problem
@@ -36,6 +37,7 @@ from jitfp4.families.kv.operation import quantize
 from jitfp4.families.kv.problem import Addressing, QuantizeProblem
 from jitfp4.formats import MXFP4, NVFP4, DType
 from jitfp4.integrations import kernels
+from jitfp4.integrations.delta_rule import Shape
 from jitfp4.integrations.fp8 import LEAST_ROWS
 from jitfp4.integrations.kernels import (
     Traffic,
@@ -165,6 +167,16 @@ def test_experts_in_fp8_of_every_number_of_tokens(gated: bool, monkeypatch: pyte
         needed.update(warmup.needed(operation, every, ARCH))
     assert {task.kernel.name for task in needed} == {f"experts/{kind}" for kind in FP8_KERNELS}
     assert listed == needed
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(512, 1), (4096, 3)])
+def test_what_runs_before_prompts_of_delta_rules(tokens: int, count: int) -> None:
+    """Long prompts of few heads are divided, where a GPU can."""
+    operations = {one for one, *_ in Shape(8, 16, 128, 128, 4).needed(DType.BF16, DType.F32, 3, tokens)}
+    before = {one.operation for kernel in GATED_DELTA_RULE_PREFILL.kernels for one in kernel.before}
+    assert len(operations & before) == count
+    for name, most in (("sm_90a", 3), ("sm_89", 1)):
+        assert sum(bool(one.problems(Arch.of(name))) for one in before) == most
 
 
 def test_kernels_are_loaded_again_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:

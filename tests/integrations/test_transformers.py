@@ -194,3 +194,19 @@ def test_a_layer_in_another_format_is_an_error_that_names_it(tmp_path: Path) -> 
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ArgumentError, match=r"model\.layers\.0\.mlp\.up_proj\.weight_scale"):
         load(folder)
+
+
+@pytest.mark.parametrize("quantized_before", [False, True])
+def test_a_model_on_several_ranks_is_an_error(
+    quantized_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers' tp_plan leaves on a model, before it is loaded."""
+    import transformers
+
+    folder = save("llama", tmp_path / "floats")
+    options = {} if quantized_before else {"quantization_config": Jitfp4Config()}
+    if quantized_before:
+        folder = to_fp4(folder, tmp_path / "fp4", "compressed-tensors")
+    monkeypatch.setattr(transformers.PreTrainedModel, "_tp_size", 2)
+    with pytest.raises(ArgumentError, match="tp_plan: got 2 ranks; allowed: none"):
+        load(folder, **options)

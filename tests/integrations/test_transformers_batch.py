@@ -43,7 +43,8 @@ def check(model: Any, given: list[list[int]], outs: list[list[int]], cache: Call
     """Each token has the largest logit of a run of its own request, or as much but for the rounding to bf16."""
     for prompt, out in zip(given, outs, strict=True):
         assert len(out) == NEW
-        logits = model(torch.tensor([prompt + out]), past_key_values=cache()).logits[0, len(prompt) - 1 : -1].float()
+        tokens = torch.tensor([prompt + out], device=model.device)
+        logits = model(tokens, past_key_values=cache()).logits[0, len(prompt) - 1 : -1].float().cpu()
         chosen = logits.gather(1, torch.tensor(out).unsqueeze(1)).squeeze(1)
         most = logits.amax(1)
         assert (chosen >= most - most.abs() * 2**-6).all()
@@ -73,3 +74,18 @@ def test_batches_over_nvfp4_continue_as_an_nvfp4_cache_does(kind: str, tmp_path:
     assert model.config._attn_implementation == "jitfp4"
     with pytest.raises(ArgumentError, match="scales: got 1 pairs; allowed: 2"):
         batching.nvfp4_batches(model, scales[:1]).__enter__()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+@torch.no_grad()
+def test_batches_over_nvfp4_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    """With CUDA graphs, where transformers captures them."""
+    batching = pytest.importorskip("jitfp4.integrations.transformers.batches", exc_type=ImportError)
+    model = load(save(kind, tmp_path / "floats"), attn_implementation="jitfp4", quantization_config=Jitfp4Config()).to(
+        "cuda"
+    )
+    given, scales = given_prompts(), calibrate(model, prompts(2, 40).cuda())
+    with batching.nvfp4_batches(model, scales):
+        outs = batches(model, given)
+    check(model, given, outs, lambda: Nvfp4Cache(model.config, 64, scales))

@@ -69,7 +69,7 @@ def test_a_captured_step_goes_on(kind: str, tmp_path: Path) -> None:
     assert torch.equal(torch.cat(found, 1), want[:, 12:])
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "qwen3_next"])
 @torch.no_grad()
 def test_nothing_is_loaded_after_the_start(kind: str, tmp_path: Path) -> None:
     model = load(save(kind, tmp_path / "floats"), quantization_config=Jitfp4Config(), attn_implementation="jitfp4")

@@ -15,6 +15,7 @@ from jitfp4.dtypes import HALVES
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Product
+from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.kv.operation import quantize
 from jitfp4.integrations import kernels
@@ -85,7 +86,8 @@ def test_no_step_needs_another_kernel(
         cache = Nvfp4Cache(model.config, 128)
         for part in (prompts(rows, length), prompts(rows, 1)):
             model(part, past_key_values=cache)
-    assert needed.keys() == named.keys()
+    behind = {PREFILL_PRODUCTS_OPERATION.name} if kind == "qwen3_next" else set()  # another's launch, not on a CPU
+    assert behind <= named.keys() and needed.keys() == named.keys() - behind
     for operation, tasks in needed.items():
         assert tasks <= named[operation], operation
 

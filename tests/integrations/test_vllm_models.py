@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import jitfp4.integrations.vllm as plugin
-from bench.engines.models import MODELS, VARIANTS, config_of, seed
+from bench.engines.models import MODELS, VARIANTS, checkpoint, config_of, seed
 from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
@@ -49,6 +49,11 @@ SMALL = {
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
     "num_experts_per_tok": CHOSEN,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
 
 
@@ -81,6 +86,9 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     document |= {key: value for key, value in SMALL.items() if key in document}
     (tmp_path / "config.json").write_text(json.dumps(document))
     platform = type(platforms.current_platform)
+    monkeypatch.setattr(platform, "current_device", lambda *_: "cpu", raising=False)
+    gdn = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
+    monkeypatch.setattr(f"{gdn}._warmup_prefill_kernels", lambda *_: None, raising=False)  # in Triton
     monkeypatch.setattr(platform, "get_attn_backend_cls", classmethod(lambda *_, **__: plugin.BACKEND))
     config = VllmConfig(
         model_config=ModelConfig(
@@ -94,7 +102,11 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     with set_current_vllm_config(config), torch.no_grad():
         torch.set_default_dtype(torch.bfloat16)
         model = initialize_model(vllm_config=config)
-        seed(model)
+        if document["model_type"] == "llama":
+            loaded = model.load_weights(checkpoint(config.model_config.hf_config, "cpu"))
+            assert {name for name, _ in model.named_parameters() if ".weight" in name} <= loaded
+        else:
+            seed(model)
         tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         yield model, tensors, config
@@ -125,10 +137,10 @@ def test_a_step_runs_through_all_layers(made: Any) -> None:
     experts = [method for method in methods if isinstance(method, Fp4ExpertsMethod)]
     kind = config.model_config.hf_config.model_type
     assert len(experts) == (0 if kind == "llama" else LAYERS)
-    assert len(linears) == LAYERS * {"llama": 4, "qwen3_moe": 2, "gpt_oss": 0}[kind]
+    assert len(linears) == LAYERS * {"llama": 4, "qwen3_moe": 2, "qwen3_next": 4, "gpt_oss": 0}[kind]
 
 
-@pytest.mark.parametrize("made", [name for name in MODELS if name != "llama-3.1-8b"], indirect=True)
+@pytest.mark.parametrize("made", ["qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b"], indirect=True)
 def test_a_layer_of_experts_equals_its_checkpoint(made: Any) -> None:
     """What the model's own layer makes of rows, its router included, against float64 products of the codes."""
     model, tensors, config = made

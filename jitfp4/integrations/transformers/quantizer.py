@@ -145,6 +145,8 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         return kept if self.quantization_config.lm_head and not tied else kept + heads
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if (ranks := getattr(model, "_tp_size", None) or 1) > 1:
+            raise ArgumentError("tp_plan", f"{ranks} ranks", "none: FP4 layers are not divided over ranks")
         for name, module in list(model.named_modules()):
             if isinstance(module, (Fp4Linear, ExpertsModule)):
                 module.finish(name)
