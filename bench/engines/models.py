@@ -1,4 +1,4 @@
-"""Models for vLLM without a checkpoint: configurations, weights that are seeded by name, and engines."""
+"""Models for engines without a checkpoint: configurations, weights that are seeded by name, and engines."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def set_environment() -> None:
 
 
 def seed(model: Any) -> None:
-    """Fill the parameters of a model that vLLM made, each by its name: FP4 ones are uniform codes."""
+    """Fill the parameters of a model that an engine made, each by its name: FP4 ones are uniform codes."""
     import torch
 
     for name, tensor in model.state_dict().items():
@@ -163,7 +163,9 @@ def seed(model: Any) -> None:
                 part.copy_(torch.rand(part.shape, device=part.device, generator=made).mul_(1.5).add_(0.5))
         elif "global_scale" in name:
             tensor.fill_(_ENCODE)
-        elif "norm" in name:
+        elif name.endswith("weight_scale_2"):  # ModelOpt's
+            tensor.fill_(1 / _ENCODE)
+        elif "norm" in name or name.endswith("input_scale"):
             tensor.fill_(1.0)
         elif name.endswith(("bias", "sinks")):
             tensor.zero_()
