@@ -117,7 +117,9 @@ def checked(model: str, name: str, folder: Path, engine_of: Callable[..., Any], 
 
     def generate(given: list[list[int]], tokens: int, since: list[int]) -> list[dict[str, Any]]:
         wanted = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        return engine.generate(input_ids=given, sampling_params=wanted, logprob_start_len=since, **probed)
+        settings = {"sampling_params": wanted, "logprob_start_len": since, **probed}
+        answers: list[dict[str, Any]] = engine.generate(input_ids=given, **settings)
+        return answers
 
     answers = generate(prompts, TOKENS, [size - 1 for size in PROMPTS])
     tokens = [answer["output_ids"] for answer in answers]

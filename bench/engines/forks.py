@@ -50,7 +50,7 @@ def use_gpu() -> None:
 
 def may_fork() -> bool:
     """Whether forks of this process can use CUDA."""
-    return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 3  # not initialised
+    return bool(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 3)  # not initialised
 
 
 def forked(run: Callable[[], None], log: Path, limit: float) -> int:
