@@ -140,12 +140,13 @@ def _format_of(config: Any, layer: Any, name: str) -> BlockFormat | None:
 def method_of_modelopt(own: Callable[..., Any], config: Any, layer: Any, prefix: str) -> Any:
     """jitfp4's method for NVFP4 linear layers and experts whose inputs are not scaled (AWQ), else what ``own`` says."""
     stored = config.is_checkpoint_nvfp4_serialized and not config.is_awq and not config.is_layer_excluded(prefix)
-    if isinstance(layer, FusedMoE) and stored and _claims(getattr(config, "is_w4a16", False)) and Jitfp4ExpertsMethod.serves(layer):
+    claimed = _claims(getattr(config, "is_w4a16", False))  # SGLang 0.5.17 has no such checkpoints here
+    if isinstance(layer, FusedMoE) and stored and claimed and Jitfp4ExpertsMethod.serves(layer):
         return Jitfp4ExpertsMethod(Source.MODELOPT, NVFP4, layer)
     method = own(config, layer, prefix)
     kinds = (modelopt_quant.ModelOptFp4LinearMethod, modelopt_quant.ModelOptNvFp4A16LinearMethod)
     is_fp4 = isinstance(layer, linear.LinearBase) and type(method) in kinds
-    if is_fp4 and not config.is_awq and _claims(getattr(config, "is_w4a16", False)):
+    if is_fp4 and not config.is_awq and claimed:
         return Jitfp4LinearMethod(Source.MODELOPT, NVFP4, prefix)
     return method
 
