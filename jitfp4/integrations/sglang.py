@@ -76,8 +76,9 @@ class Jitfp4ExpertsMethod(PartitionedFp4Experts, FusedMoEMethodBase):
         And whether no other backend is asked for.
         """
         config = layer.moe_runner_config
-        others = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit)
-        plain = config.activation == "silu" and config.is_gated and not config.no_combine and set(others) == {None}
+        others = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
+        limited = any(getattr(config, name, None) is not None for name in others)  # 0.5.17 has no beta
+        plain = config.activation == "silu" and config.is_gated and not config.no_combine and not limited
         alone = not layer.with_bias and not layer.num_fused_shared_experts
         by_choice = get_moe_runner_backend().is_auto() and get_moe_a2a_backend().is_none()
         sizes = layer.hidden_size, layer.intermediate_size_per_partition
