@@ -1,9 +1,8 @@
-"""Forks of a process that has imported an engine, which takes half a minute, and has not used CUDA."""
+"""Forks of a process that has imported an engine, and asks for what it says of the GPU without using it."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import sys
@@ -18,13 +17,12 @@ import torch
 
 LOGGED = 40  # lines of what failed
 _SHOWN = ("RESULT", "READY")
-_REAL: dict[str, Callable[..., Any]] = {}
 
 
 def use_recorded_gpu() -> None:
     """Let torch.cuda tell of the GPU what a fork has found: to ask for it is to use CUDA, and forks could not then.
 
-    ``use_gpu`` undoes it. For a process that sees one GPU.
+    For a process that sees one GPU and leaves it to processes that it starts.
     """
     found = _in_fork(lambda: _described(torch.cuda.get_device_properties(0)))
     properties = SimpleNamespace(**found)
@@ -38,19 +36,7 @@ def use_recorded_gpu() -> None:
         "get_device_properties": lambda _device=None: properties,
     }
     for name, answer in answers.items():
-        _REAL[name] = getattr(torch.cuda, name)
         setattr(torch.cuda, name, answer)
-
-
-def use_gpu() -> None:
-    """In a fork that uses the GPU itself: torch.cuda is as it was."""
-    for name, function in _REAL.items():
-        setattr(torch.cuda, name, function)
-
-
-def may_fork() -> bool:
-    """Whether forks of this process can use CUDA."""
-    return bool(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 3)  # not initialised
 
 
 def forked(run: Callable[[], None], log: Path, limit: float) -> int:

@@ -4,8 +4,8 @@
         [--batch 1 8 64] [--context 16] [--attention triton] [--check] [--limit 110] [--out DIR]
 
 A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. ``ms_first`` is the
-time of a first token of all requests. Weights are random, and the same for each variant of FP4. Each run is a process
-with an offline engine of its own, which starts SGLang's scheduler in another. ``sglang.csv`` has a line for a model, a
+time of a first token of all requests. Weights are random, and the same for each variant of FP4. Each run is a fork
+with an offline engine of its own, which starts SGLang's scheduler in another process. ``sglang.csv`` has a line for a model, a
 variant and a batch. Lines are written after each variant.
 
 ``--check`` measures nothing. It writes small random checkpoints of each architecture in NVFP4, and their weights in
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 
 from bench.engines.check_sglang import CHECKED, checked, compared, write_checkpoints
-from bench.engines.forks import forked, may_fork, use_gpu, use_recorded_gpu
+from bench.engines.forks import forked, use_recorded_gpu
 from bench.engines.models import MODELS, Variant, config_of, seed
 from bench.harness import write_results
 from bench.stamp import ROOT, stamp
@@ -65,12 +64,7 @@ def engine_of(folder: Path, attention: str, **changes: Any) -> tuple[Any, float]
     """SGLang with the model of a folder, and the seconds until it was ready. Decode steps are CUDA graphs."""
     from sglang.srt.entrypoints.engine import Engine
 
-    class Forked(Engine):  # type: ignore[misc, unused-ignore]
-        run_scheduler_process_func = staticmethod(run_scheduler)
-
     begun = time.perf_counter()
-    multiprocessing.set_start_method("fork" if may_fork() else "spawn", force=True)
-    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's own is always spawn
     arguments: dict[str, Any] = {
         "model_path": str(folder),
         "skip_tokenizer_init": True,
@@ -86,7 +80,7 @@ def engine_of(folder: Path, attention: str, **changes: Any) -> tuple[Any, float]
         "random_seed": 0,
         "log_level": "info",
     }
-    return Forked(**arguments | changes), time.perf_counter() - begun
+    return Engine(**arguments | changes), time.perf_counter() - begun
 
 
 def prompt(request: int, tokens: int) -> list[int]:
@@ -125,14 +119,6 @@ def measured(model: str, name: str, attention: str, options: argparse.Namespace,
         print("RESULT", rows[-1], flush=True)
         into.write_text(json.dumps(rows))
     engine.shutdown()
-
-
-def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """SGLang's process that uses the GPU."""
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    use_gpu()
-    run_scheduler_process(*arguments, **named)
 
 
 def set_environment(made: Path) -> None:
@@ -187,7 +173,7 @@ def main() -> None:
         begun = time.monotonic()
         for module in EARLY:
             importlib.import_module(module)
-        print(f"imported in {time.monotonic() - begun:.0f} s, forks: {may_fork()}", flush=True)
+        print(f"imported in {time.monotonic() - begun:.0f} s", flush=True)
         for model in options.check:
             write_checkpoints(model, made / model)
             for form in options.form:
