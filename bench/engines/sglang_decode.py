@@ -1,15 +1,15 @@
 """Decode steps of whole models in SGLang: in bf16, with SGLang's own FP4 kernels, and with jitfp4's plugin.
 
     python -m bench.engines.sglang_decode [--model llama-3.1-8b] [--variant bf16 own plugin] [--layers 32]
-        [--batch 1 8 64] [--context 16] [--attention triton] [--check] [--limit 110] [--out DIR]
+        [--batch 1 8 64] [--context 16] [--attention fa3] [--check small-llama] [--limit 110] [--out DIR]
 
 A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. ``ms_first`` is the
-time of a first token of all requests. Weights are random, and the same for each variant of FP4. Each run is a fork
-with an offline engine of its own, which starts SGLang's scheduler in another process. ``sglang.csv`` has a line for a model, a
-variant and a batch. Lines are written after each variant.
+time of a first token of all requests. Weights are random, and the same for each variant of FP4. Each run is a fork with
+an offline engine of its own, which starts SGLang's scheduler in another process. ``sglang.csv`` has a line for a model,
+a variant, an attention backend and a batch. Lines are written after each variant.
 
-``--check`` measures nothing. It writes small random checkpoints of each architecture in NVFP4, and their weights in
-bf16, which hold every value of NVFP4, and compares logits: an engine generates tokens, and SGLang without jitfp4 reads
+``--check`` writes small random checkpoints of each architecture in NVFP4, and their weights in
+bf16, which holds every value of NVFP4, and compares logits: an engine generates tokens, and SGLang without jitfp4 reads
 the same tokens as a prompt of the bf16 checkpoint.
 """
 
