@@ -1,4 +1,4 @@
-"""Models for vLLM without a checkpoint: configurations, weights that are seeded by name, and engines."""
+"""Models for engines without a checkpoint: configurations, weights that are seeded by name, and engines."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def set_environment() -> None:
 
 
 def seed(model: Any) -> None:
-    """Fill the parameters of a model that vLLM made, each by its name."""
+    """Fill the parameters of a model that an engine made, each by its name."""
     for name, tensor in model.state_dict().items():
         fill(name, tensor)
 
@@ -204,7 +204,9 @@ def fill(name: str, tensor: Any) -> None:
             part.copy_(torch.rand(part.shape, device=part.device, generator=made).mul_(1.5).add_(0.5))
     elif "global_scale" in name:
         tensor.fill_(_ENCODE)
-    elif "norm" in name:
+    elif name.endswith("weight_scale_2"):  # ModelOpt's
+        tensor.fill_(1 / _ENCODE)
+    elif "norm" in name or name.endswith("input_scale"):
         tensor.fill_(1.0)
     elif name.endswith(("bias", "sinks")):
         tensor.zero_()

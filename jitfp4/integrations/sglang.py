@@ -76,8 +76,9 @@ class Jitfp4ExpertsMethod(PartitionedFp4Experts, FusedMoEMethodBase):
         And whether no other backend is asked for.
         """
         config = layer.moe_runner_config
-        others = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit)
-        plain = config.activation == "silu" and config.is_gated and not config.no_combine and set(others) == {None}
+        others = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
+        limited = any(getattr(config, name, None) is not None for name in others)  # 0.5.17 has no beta
+        plain = config.activation == "silu" and config.is_gated and not config.no_combine and not limited
         alone = not layer.with_bias and not layer.num_fused_shared_experts
         by_choice = get_moe_runner_backend().is_auto() and get_moe_a2a_backend().is_none()
         sizes = layer.hidden_size, layer.intermediate_size_per_partition
@@ -140,12 +141,13 @@ def _format_of(config: Any, layer: Any, name: str) -> BlockFormat | None:
 def method_of_modelopt(own: Callable[..., Any], config: Any, layer: Any, prefix: str) -> Any:
     """jitfp4's method for NVFP4 linear layers and experts whose inputs are not scaled (AWQ), else what ``own`` says."""
     stored = config.is_checkpoint_nvfp4_serialized and not config.is_awq and not config.is_layer_excluded(prefix)
-    if isinstance(layer, FusedMoE) and stored and _claims(config.is_w4a16) and Jitfp4ExpertsMethod.serves(layer):
+    claimed = _claims(getattr(config, "is_w4a16", False))  # SGLang 0.5.17 has no such checkpoints here
+    if isinstance(layer, FusedMoE) and stored and claimed and Jitfp4ExpertsMethod.serves(layer):
         return Jitfp4ExpertsMethod(Source.MODELOPT, NVFP4, layer)
     method = own(config, layer, prefix)
     kinds = (modelopt_quant.ModelOptFp4LinearMethod, modelopt_quant.ModelOptNvFp4A16LinearMethod)
     is_fp4 = isinstance(layer, linear.LinearBase) and type(method) in kinds
-    if is_fp4 and not config.is_awq and _claims(config.is_w4a16):
+    if is_fp4 and not config.is_awq and claimed:
         return Jitfp4LinearMethod(Source.MODELOPT, NVFP4, prefix)
     return method
 

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,3 +242,12 @@ def test_blackwell_keeps_its_own_products_of_fp4_by_fp4(monkeypatch: pytest.Monk
     for case, is_ours in (("modelopt", False), ("modelopt-w4a16", True), ("nvfp4", True)):
         layer = linear.ReplicatedLinear(K, 64, bias=False, quant_config=CONFIGS[case](), prefix="model.layers.0.mlp.up")
         assert isinstance(layer.quant_method, plugin.Jitfp4LinearMethod) == is_ours
+
+
+def test_older_versions_have_fewer_fields() -> None:
+    config = SimpleNamespace(activation="silu", is_gated=True, no_combine=False, gemm1_alpha=None)
+    layer = SimpleNamespace(moe_runner_config=config, with_bias=False, num_fused_shared_experts=0)
+    layer.hidden_size, layer.intermediate_size_per_partition = 128, 64
+    assert plugin.Jitfp4ExpertsMethod.serves(layer)
+    config.gemm1_alpha = 1.702
+    assert not plugin.Jitfp4ExpertsMethod.serves(layer)
