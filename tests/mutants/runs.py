@@ -287,5 +287,12 @@ def products(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **
 
         return run
 
-    weights = partial(assert_weights_come_back, 72, 160, options.get("block_format", NVFP4))
+    is_narrow = isinstance(tactic, NarrowTactic)
+    weights = partial(
+        assert_weights_come_back,
+        72,
+        160 if is_narrow or tactic.split == 1 else 416,
+        options.get("block_format", NVFP4),
+        rows=2 * tactic.tile_m if is_narrow else None,
+    )
     return (*(on_few_sms(partial(assert_product, *size, **options)) for size in sizes), on_few_sms(weights))
