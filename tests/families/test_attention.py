@@ -102,6 +102,21 @@ def test_no_races(name: str, arch: str) -> None:
         case.check(_shared(case), _BOUND)
 
 
+def check_table_ends(arch: str, cache: torch.dtype = torch.uint8) -> None:
+    """Of a request that says to be longer than its row of the page table, what the table has is there."""
+    case = Case(lengths=(64, 33), kv_heads=1, group=2, cache=cache)
+    case.block_tables = case.block_tables[:, : 64 // case.page].contiguous()
+    case.seq_lens = torch.tensor([100, 33], dtype=torch.int32)
+    with sim.device(arch), ATTENTION.forced(DecodeTactic(2, 2, 1)):
+        case.check(case.run(), _BOUND)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+def test_the_page_table_ends_a_request() -> None:
+    check_table_ends("sm_90a")
+
+
 @pytest.mark.sim
 @pytest.mark.compile
 def test_kernels_of_any_size_share_a_workspace() -> None:

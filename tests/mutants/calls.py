@@ -30,6 +30,8 @@ from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.quantize.kernels.e4m3 import TACTICS as TABLE_TACTICS
 from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.step.kernels.decode import StepTactic
+from jitfp4.families.step.operation import DECODE_STEP
 from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls
 from tests.inputs.repeated import repeated_calls
@@ -164,6 +166,12 @@ def prefill(
 def repeated(name: str) -> None:
     """A call that others repeat."""
     function_of(name)(**repeated_calls()[name]())
+
+
+def step() -> None:
+    """Of four CTAs two share the KV head. With as many as the table has, a run takes twice as long."""
+    with DECODE_STEP.forced(StepTactic(2, 2, 4)):
+        repeated("DecodeStep.run")
 
 
 def convolve(*, decode: bool) -> None:

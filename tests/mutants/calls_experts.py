@@ -39,15 +39,17 @@ def layer(
     *,
     listed: bool = True,
     size: int = 288,
+    slots: int = 2,
     activations: str | None = None,
 ) -> None:
     """A layer with more chunks than stages, and tiles, chunks and items that are not whole; some slots are skipped."""
+    experts = slots + 1
     rows = getattr(tactic, "tile_m", 0) if listed else 0
     down: Any = CombineTactic(128) if isinstance(tactic, WideTactic) else tactic
     results = EXPERTS_RESULTS.forced(tactic) if isinstance(tactic, WideTactic) else nullcontext()
     with few_sms(), forced_item_rows(rows), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(down), results:
-        ids, weights = make_routing(tokens, 2, 3, skipped=True)
-        assert_layer(make_layer(3, size, size), make_x(tokens, size), ids, weights, activations=activations)
+        ids, weights = make_routing(tokens, slots, experts, skipped=True)
+        assert_layer(make_layer(experts, size, size), make_x(tokens, size), ids, weights, activations=activations)
 
 
 def many_in_e4m3() -> None:

@@ -17,8 +17,15 @@ from tests.mutants.runs import Check, Subject, on
 _NARROW, _STREAM, _WIDE = NarrowTactic(8, 2, 2, 2, 2, 1), StreamTactic(2, 2, 1), WideTactic(32, 16, 2)
 
 
-def _layer(tactic: NarrowTactic | StreamTactic | WideTactic, tokens: int, *, listed: bool = True) -> Check:
-    return on(lambda _: layer(tactic, tokens, listed=listed, size=160))
+def _layer(
+    tactic: NarrowTactic | StreamTactic | WideTactic,
+    tokens: int,
+    *,
+    listed: bool = True,
+    size: int = 160,
+    slots: int = 2,
+) -> Check:
+    return on(lambda _: layer(tactic, tokens, listed=listed, size=size, slots=slots))
 
 
 def _assignments(_: str) -> None:
@@ -38,13 +45,25 @@ CHECKS_EXPERTS: dict[str, Subject] = {
         ),
     ),
     "experts, list": Subject("experts_route", (on(_assignments),)),
-    "experts, narrow up": Subject("experts_narrow_up", (_layer(_NARROW, 11),)),
-    "experts, narrow down": Subject("experts_narrow_down", (_layer(_NARROW, 11),)),
+    "experts, narrow up": Subject("experts_narrow_up", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),
+    "experts, narrow down": Subject("experts_narrow_down", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),
     "experts, few down": Subject("experts_few_down", (on(lambda _: few(FewTactic(3, 2, 2, 1))),)),
-    "experts, stream up": Subject("experts_stream_up", (_layer(_STREAM, 11), _layer(_STREAM, 3, listed=False))),
-    "experts, stream down": Subject("experts_stream_down", (_layer(_STREAM, 11), _layer(_STREAM, 3, listed=False))),
-    "experts, gather": Subject("experts_gather", (_layer(_WIDE, 40),), ("sm_90a",)),
-    "experts, combine": Subject("experts_combine", (_layer(_WIDE, 40),), ("sm_90a",)),
-    "experts, wide up": Subject("experts_wide_up", (_layer(_WIDE, 40),), ("sm_90a",)),
-    "experts, wide down": Subject("experts_wide_down", (_layer(_WIDE, 40),), ("sm_90a",)),
+    "experts, stream up": Subject(
+        "experts_stream_up", (_layer(_STREAM, 11), _layer(_STREAM, 3, listed=False), _layer(_STREAM, 7, slots=9))
+    ),
+    "experts, stream down": Subject(
+        "experts_stream_down", (_layer(_STREAM, 11), _layer(_STREAM, 3, listed=False), _layer(_STREAM, 7, slots=9))
+    ),
+    "experts, gather": Subject(
+        "experts_gather", (_layer(_WIDE, 40), _layer(_WIDE, 36, size=288, slots=9)), ("sm_90a",)
+    ),
+    "experts, combine": Subject(
+        "experts_combine", (_layer(_WIDE, 40), _layer(_WIDE, 36, size=288, slots=9)), ("sm_90a",)
+    ),
+    "experts, wide up": Subject(
+        "experts_wide_up", (_layer(_WIDE, 40), _layer(_WIDE, 36, size=288, slots=9)), ("sm_90a",)
+    ),
+    "experts, wide down": Subject(
+        "experts_wide_down", (_layer(_WIDE, 40), _layer(_WIDE, 36, size=288, slots=9)), ("sm_90a",)
+    ),
 }

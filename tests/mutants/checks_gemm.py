@@ -30,7 +30,7 @@ CHECKS_GEMM: dict[str, Subject] = {
     "gemm, narrow": Subject(
         "gemm_narrow",
         (
-            *products(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160)),
+            *products(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (13, 64, 160)),
             *products(NarrowTactic(8, 2, 2, 2, 2, 1, split=5), (5, 72, 672))[:1],
         ),
     ),

@@ -186,7 +186,7 @@ KERNELS: dict[str, Launch] = {
     "mm_fp4, portable masked": Launch(
         "gemm_portable_masked", lambda: gemm.portable_masked(PortableMaskedTactic(16, 128, 16, 32, 2, 3))
     ),
-    "decode step": Launch("step_decode", lambda: calls.repeated("DecodeStep.run"), HOPPER),
+    "decode step": Launch("step_decode", calls.step, HOPPER),
     "mm_fp8, expanded": Launch(
         "gemm_expanded_fp8", lambda: gemm.expanded_fp8(ExpandedTactic(128, 1), 300, 136, 160), HOPPER
     ),

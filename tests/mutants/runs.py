@@ -201,7 +201,9 @@ def attend(tactic: DecodeTactic, sms: int = 2, **options: Any) -> Check:
 
 
 def decode(**cache: Any) -> tuple[Check, ...]:
-    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests; many CTAs' shares."""
+    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests; many CTAs' shares; a
+    request that says to be longer than its row of the page table.
+    """
     tactic = DecodeTactic(2, 2, 1)
     return (
         attend(tactic, lengths=(70, 33), **cache),
@@ -210,6 +212,7 @@ def decode(**cache: Any) -> tuple[Check, ...]:
         attend(tactic, lengths=(170,), kv_heads=3, group=7, extra_page_bytes=64, **cache),
         attend(tactic, 5, lengths=(390, 20), kv_heads=1, steep=8.0, **cache),
         attend(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5}),
+        lambda arch: attention.check_table_ends(arch, **cache),
     )
 
 
@@ -287,5 +290,12 @@ def products(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **
 
         return run
 
-    weights = partial(assert_weights_come_back, 72, 160, options.get("block_format", NVFP4))
+    is_narrow = isinstance(tactic, NarrowTactic)
+    weights = partial(
+        assert_weights_come_back,
+        72,
+        160 if is_narrow or tactic.split == 1 else 416,
+        options.get("block_format", NVFP4),
+        rows=2 * tactic.tile_m if is_narrow else None,
+    )
     return (*(on_few_sms(partial(assert_product, *size, **options)) for size in sizes), on_few_sms(weights))

@@ -121,6 +121,10 @@ def test_committed_results_of_no_gpu_are_what_it_computes(name: str, file: str, 
             assert same, (column, value, theirs[column])
 
 
+def test_no_committed_result_is_of_a_tree_that_differed_from_its_commit() -> None:
+    assert not [path.name for path in RESULTS.rglob("*.json") if '"dirty": true' in path.read_text()]
+
+
 def test_pictures_are_drawn_from_the_committed_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for path in (RESULTS / "h200").iterdir():

@@ -56,8 +56,8 @@ def test_the_family_that_is_added_there_passes_what_has_to_pass(tmp_path: Path) 
     toolchain = nvrtc.toolchain()
     if toolchain is None or toolchain.version != NVRTC:
         pytest.skip(f"the ledger is of NVRTC {NVRTC}")
-    # of what is hidden only the cache of mypy, which takes 20 s without one
-    tree, left_out = tmp_path / "tree", shutil.ignore_patterns(".[!m]*", "__pycache__", "build", "dist", "site")
+    # with the bytecode, and of what is hidden with the cache of mypy, which takes 20 s without one
+    tree, left_out = tmp_path / "tree", shutil.ignore_patterns(".[!m]*", "build", "dist", "site")
     shutil.copytree(ROOT, tree, ignore=left_out)
     before = files(tree)
     follow(tree)

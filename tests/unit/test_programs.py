@@ -28,7 +28,7 @@ def commands() -> list[tuple[str, str]]:
     found = set()
     for pattern in TEXTS:
         for file in ROOT.glob(pattern):
-            if file.is_file():
+            if file.is_file() and file.suffix != ".pyc":
                 found |= {(name, usage.strip()) for name, usage in COMMAND.findall(file.read_text())}
     for name, file in FILES.items():
         summary = file.read_text().split('"""')[1]
