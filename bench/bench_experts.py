@@ -171,7 +171,8 @@ def searched(
     layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str], fp8: bool
 ) -> dict[int, tuple[list[Any], list[Any]]]:
     """By the rows of an item: tactics of both products."""
-    chosen = item_rows_of(tokens * layer.slots, layer.experts, arch, fp8=fp8)
+    size = layer.hidden * layer.inter
+    chosen = item_rows_of(tokens * layer.slots, layer.experts, size, arch, fp8=fp8)
     sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= STREAMED and not fp8 else set())
     mean, has_list = tokens * layer.slots / layer.experts, tokens * layer.slots > layer.slots
     if arch.has_wgmma and has_list and "wide" in kinds:
