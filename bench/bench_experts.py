@@ -130,7 +130,7 @@ def measure(
                     "read_us": round(read_us, 2),
                     "limit_us": round(limit, 2),
                     "of_limit": round(limit / us, 3),
-                    "goal_us": layer.goals[count] if routing == "uniform" else None,
+                    "goal_us": layer.goals.get(count) if routing == "uniform" else None,
                     "peer": peer,
                     "peer_us": peer_us,
                     "of_peer": round(peer_us / us, 3) if peer_us else None,
