@@ -130,7 +130,7 @@ def measure(
                     "read_us": round(read_us, 2),
                     "limit_us": round(limit, 2),
                     "of_limit": round(limit / us, 3),
-                    "goal_us": layer.goals[count] if routing == "uniform" else None,
+                    "goal_us": layer.goals.get(count) if routing == "uniform" else None,
                     "peer": peer,
                     "peer_us": peer_us,
                     "of_peer": round(peer_us / us, 3) if peer_us else None,
@@ -171,7 +171,8 @@ def searched(
     layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str], fp8: bool
 ) -> dict[int, tuple[list[Any], list[Any]]]:
     """By the rows of an item: tactics of both products."""
-    chosen = item_rows_of(tokens * layer.slots, layer.experts, arch, fp8=fp8)
+    size = layer.hidden * layer.inter
+    chosen = item_rows_of(tokens * layer.slots, layer.experts, size, arch, fp8=fp8)
     sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= STREAMED and not fp8 else set())
     mean, has_list = tokens * layer.slots / layer.experts, tokens * layer.slots > layer.slots
     if arch.has_wgmma and has_list and "wide" in kinds:

@@ -25,7 +25,7 @@ from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPER
 from jitfp4.families.experts.problem import GatherProblem, Product, RouteProblem
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
-from jitfp4.families.experts.tables import item_rows_of
+from jitfp4.families.experts.tables import item_rows_of, weight_down
 from jitfp4.families.experts.weights import Fp4Experts
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -187,8 +187,9 @@ def expert_products(
     With ``fp8_from`` those of products in FP8, of so many tokens and more.
     """
     (product, n, k), fp8 = matrix, fp8_from is not None
+    size = weight_down(product, n, k)
     for tokens in _tokens(max_tokens, fp8_from or 1):
-        item_rows = item_rows_of(tokens * slots, experts, arch, fp8=fp8)
+        item_rows = item_rows_of(tokens * slots, experts, size, arch, fp8=fp8)
         yield ExpertsProblem(product, dtype, block_format, tokens, slots, experts, n, k, item_rows, fp8)
 
 

@@ -317,7 +317,7 @@ def test_the_grid_has_room_for_any_routing() -> None:
     assert most_items(512, 128, 8) == 128 + 48
     assert geometry(problem(64, 8), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 176)
     assert geometry(problem(64, 32), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 140 * 4)
-    assert [item_rows_of(a, 128, Arch.of("sm_80")) for a in (16, 64, 512)] == [0, 8, 16]
+    assert [item_rows_of(a, 128, 2048 * 768, Arch.of("sm_80")) for a in (16, 64, 512)] == [0, 8, 16]
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------

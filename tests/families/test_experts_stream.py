@@ -105,11 +105,13 @@ def test_why_a_tactic_is_rejected() -> None:
 
 
 def test_who_streams() -> None:
-    """On Hopper, unless there are so few assignments that other kernels are faster, or many rows of each expert."""
-    sm_90a = Arch.of("sm_90a")
-    assert [item_rows_of(n, 128, sm_90a) for n in (16, 17, 256, 257)] == [0, 0, 0, 16]
-    assert [item_rows_of(n, 512, sm_90a) for n in (STREAMED, STREAMED + 1)] == [0, 8]
-    assert [item_rows_of(n, 128, arch) for n in (16, 17) for arch in (None, Arch.of("sm_100a"))] == [0, 0, 8, 8]
+    """On Hopper, unless there are so few assignments that other kernels are faster, or many rows of each expert, or
+    many assignments to large experts."""
+    sm_90a, small, large = Arch.of("sm_90a"), 2048 * 768, 2880 * 2880
+    assert [item_rows_of(n, 128, small, sm_90a) for n in (16, 17, 256, 257)] == [0, 0, 0, 16]
+    assert [item_rows_of(n, 128, large, sm_90a) for n in (16, 17, 128, 129, 256, 1025)] == [0, 0, 0, 16, 16, 32]
+    assert [item_rows_of(n, 512, small, sm_90a) for n in (STREAMED, STREAMED + 1)] == [0, 8]
+    assert [item_rows_of(n, 128, small, arch) for n in (16, 17) for arch in (None, Arch.of("sm_100a"))] == [0, 0, 8, 8]
     for operation in (EXPERTS_UP, EXPERTS_DOWN):
         assert isinstance(operation.select(problem(8), sm_90a), StreamTactic)
         assert not isinstance(operation.select(problem(2), sm_90a), StreamTactic)

@@ -224,7 +224,7 @@ def problem(item_rows: int, tokens: int = 2048, product: Product = Product.DOWN)
 
 
 def test_who_takes_how_many_rows() -> None:
-    rows = [item_rows_of(tokens * 8, 128, SM_90A) for tokens in (128, 256, 512, 1024, 2048, 1 << 16)]
+    rows = [item_rows_of(tokens * 8, 128, 2048 * 768, SM_90A) for tokens in (128, 256, 512, 1024, 2048, 1 << 16)]
     assert rows == sorted(rows)
     for item_rows in rows:
         tactics = {EXPERTS_UP.select(problem(item_rows), SM_90A)}

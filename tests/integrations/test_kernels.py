@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,11 +124,9 @@ def test_experts_of_every_number_of_tokens(arch: str, shape: tuple[int, int, int
         target = Arch.of(arch)
         problems = expert_products((product, n, k), DType.BF16, NVFP4, experts, slots, 2500, target)
         listed = warmup.needed(operation, problems, target)
+        rows = partial(item_rows_of, experts=experts, size=hidden * inter, arch=target)
         every = (
-            ExpertsProblem(
-                product, DType.BF16, NVFP4, t, slots, experts, n, k, item_rows_of(t * slots, experts, target)
-            )
-            for t in range(1, 2501)
+            ExpertsProblem(product, DType.BF16, NVFP4, t, slots, experts, n, k, rows(t * slots)) for t in range(1, 2501)
         )
         assert set(warmup.needed(operation, every, target)) <= set(listed)
 
@@ -158,10 +157,9 @@ def test_experts_in_fp8_of_every_number_of_tokens(gated: bool, monkeypatch: pyte
     )
     needed = set(warmup.needed(EXPERTS_GATHER, [GatherProblem(DType.BF16, most, slots, 9, 256, fp8=True)], ARCH))
     for operation, product, n, k in products:
+        rows = partial(item_rows_of, experts=32, size=hidden * inter, arch=ARCH, fp8=True)
         every = (
-            ExpertsProblem(
-                product, DType.BF16, NVFP4, t, slots, 32, n, k, item_rows_of(t * slots, 32, ARCH, fp8=True), fp8=True
-            )
+            ExpertsProblem(product, DType.BF16, NVFP4, t, slots, 32, n, k, rows(t * slots), fp8=True)
             for t in range(least, most + 1)
         )
         needed.update(warmup.needed(operation, every, ARCH))

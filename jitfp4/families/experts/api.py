@@ -134,7 +134,8 @@ def _item_rows(ids: torch.Tensor, experts: Fp4Experts, fp8: bool) -> int:
     arch = engine.target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
     if fp8 and arch is not None and not arch.has_wgmma:
         raise ArgumentError("activations", "'fp8'", f"None on {arch.name}: products are of {names_with('has_wgmma')}")
-    return item_rows_of(ids.numel(), experts.experts, arch, fp8=fp8)
+    size = experts.hidden * experts.inter
+    return item_rows_of(ids.numel(), experts.experts, size, arch, fp8=fp8)
 
 
 @public

@@ -22,6 +22,9 @@ from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 
 _STREAMED_ROWS = 2  # the mean number of rows of an expert up to which weights go through a CTA as one stream
+# With weights from this size on, and more assignments, wgmma over a list costs no more, and much less where routings
+# are skewed: a stream decodes a weight again for every eight rows
+_LARGE, _STREAMED_LARGE, _LEAST_WIDE = 1 << 22, 128, 16
 _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
 _ITEM_ROWS = ((8, 2), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, math.inf))
@@ -30,18 +33,26 @@ _FP8_ITEM_ROWS = ((16, 8), (32, 16), (48, 32), (96, 64), (160, 128), (256, math.
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
 
-def item_rows_of(assignments: int, experts: int, arch: Arch | None, *, fp8: bool = False) -> int:
+def item_rows_of(assignments: int, experts: int, size: int, arch: Arch | None, *, fp8: bool = False) -> int:
     """Rows of an item of the list; 0 for no list. It depends on nothing else, so that both products have one list.
 
-    ``arch`` is None where it is not known: on a CPU, and while torch.compile traces.
+    ``size``: elements of the weight down of an expert. ``arch`` is None where it is not known: on a CPU, and while
+    torch.compile traces.
     """
     if (forced := _forced.get()) is not None:
         return forced
     mean = assignments / experts
-    found = STREAMED if arch is not None and arch.has_wgmma and mean <= _STREAMED_ROWS else FEW
+    found, least = FEW, 0
+    if arch is not None and arch.has_wgmma and mean <= _STREAMED_ROWS:
+        found, least = (STREAMED, 0) if size < _LARGE else (_STREAMED_LARGE, _LEAST_WIDE)
     if assignments <= found and not fp8:
         return 0
-    return next(item_rows for item_rows, most in (_FP8_ITEM_ROWS if fp8 else _ITEM_ROWS) if mean <= most)
+    return next(rows for rows, most in (_FP8_ITEM_ROWS if fp8 else _ITEM_ROWS) if mean <= most and rows >= least)
+
+
+def weight_down(product: Product, n: int, k: int) -> int:
+    """Elements of the weight down of an expert, by the size [n, k] of one of its weights."""
+    return n * k // 2 if product is Product.GATED else n * k
 
 
 @contextmanager
@@ -64,6 +75,7 @@ ROUTE_TABLE = Table(
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
 _UP: tuple[Row[Any], ...] = (
     Row(NarrowTactic(8, 2, 1, 8, 2, 3, split=2), {"item_rows": 0, "tiles_per_sm": 0.5}),
+    Row(NarrowTactic(8, 4, 1, 8, 2, 2), {"item_rows": 0, "tiles_per_sm": 1.0}),  # the more warps, where CTAs are few
     Row(_SMALL_CTAS, {"item_rows": 8}),
 )
 _DOWN: tuple[Row[Any], ...] = (
@@ -146,5 +158,5 @@ def _problems(arch: Arch, products: tuple[Product, ...], n: int, k: int) -> Iter
         products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 1), (n // 64, 8))
     ):
         for fp8 in (False, True) if arch.has_wgmma else (False,):
-            item_rows = item_rows_of(tokens * slots, experts, arch, fp8=fp8)
+            item_rows = item_rows_of(tokens * slots, experts, weight_down(kind, size, k), arch, fp8=fp8)
             yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows, fp8)
