@@ -134,7 +134,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
         if len(values) == 1 and isinstance(values[0], tuple):  # a record of arguments
             (values,) = values
-        kinds = (*map(type, values), *kwargs)
+        kinds: tuple[Any, ...] = (*map(type, values), *kwargs)
         if (sort := _sorts[kinds]) is None:
             return function(*args, **kwargs)
         tensors_of, flags_of, groups_of, with_groups = sort
@@ -262,6 +262,6 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
 
 
 _Memory = dict[Hashable, tuple[tuple[Callable[..., bool], Repeat | None], ...]]
-"""By the types, the flags and the shape of the first tensor: a check of all tensors, and its repetition; None for a call that
-cannot be repeated.
+"""By the types, the flags and the shape of the first tensor: a check of all tensors, and the repetition; None for a call
+that cannot be repeated.
 """
