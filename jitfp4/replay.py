@@ -262,6 +262,6 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
 
 
 _Memory = dict[Hashable, tuple[tuple[Callable[..., bool], Repeat | None], ...]]
-"""By the types, the flags and the shape of the first tensor: a check of all tensors, and what repeats the call; None for
-one that cannot be repeated.
+"""By the types, the flags and the shape of the first tensor: a check of all tensors, and what repeats the call; None
+where nothing can.
 """

@@ -112,24 +112,6 @@ def test_kernels_of_any_size_share_a_workspace() -> None:
             case.check(case.run(), _BOUND)
 
 
-_TEAMS = {
-    "halves": {},
-    "whole": {"page": 32, "head_dim": 64},
-    "many": {"page": 4, "v_scale_layout": "interleaved4", "window_left": 40},
-    "interleaved": {"v_scale_layout": "interleaved4", "head_dim": 256},
-}
-
-
-@pytest.mark.sim
-@pytest.mark.compile
-@pytest.mark.parametrize("warps", [2, 4])
-@pytest.mark.parametrize("name", _TEAMS)
-def test_warps_copy_for_each_other(name: str, warps: int) -> None:
-    case = Case(kv_heads=4, kv_layout="NHD", lengths=(200, 70, 1), **_TEAMS[name])
-    with sim.device("sm_90a", races=True), ATTENTION.forced(DecodeTactic(4, 2, 1, head_warps=warps, team=True)):
-        case.check(case.run(), _BOUND)
-
-
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -19,7 +19,6 @@ _WARP = 32
 _LINE = 128  # bytes
 _WIDE_WARPS = 8  # of an SM
 _MOST_CTAS = _WARP**2
-_MOST_OF_TEAM = 4
 _MOST_ITEMS = (1 << 31) - 1
 
 
@@ -32,7 +31,6 @@ class DecodeTactic:
     min_ctas: int
     head_warps: int = 1
     cluster: int = 0
-    team: bool = False
 
 
 TACTICS = (
@@ -51,12 +49,6 @@ TACTICS = (
     DecodeTactic(6, 2, 2, head_warps=2),
     DecodeTactic(6, 2, 2),
     DecodeTactic(12, 2, 1, head_warps=4),
-    DecodeTactic(12, 2, 1, head_warps=4, team=True),
-    DecodeTactic(12, 3, 1, head_warps=4, team=True),
-    DecodeTactic(12, 2, 1, head_warps=2, team=True),
-    DecodeTactic(8, 2, 1, head_warps=4, team=True),
-    DecodeTactic(6, 2, 2, head_warps=2, team=True),
-    DecodeTactic(4, 2, 1, head_warps=4, team=True),
     DecodeTactic(12, 2, 1, head_warps=2),
     DecodeTactic(4, 3, 2),
     DecodeTactic(4, 2, 2),
@@ -92,7 +84,6 @@ class DecodeSpec(KernelSpec):
     min_ctas: int
     head_warps: int
     cluster: int
-    team: bool
 
     masked = False  # no mask of the caller's
 
@@ -156,10 +147,6 @@ def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch, kind: type[Decod
         return f"registers suffice for {_WIDE_WARPS} warps"
     if problem.whole and tactic.cluster != 1:
         return "it divides the tokens of a request among CTAs"
-    if tactic.team and (problem.cache is not Cache.NVFP4 or problem.packed or problem.head_dim != problem.width):
-        return "warps copy for each other where rows of NVFP4 do not follow each other"
-    if tactic.team and not 1 < tactic.head_warps <= _MOST_OF_TEAM:
-        return f"2 to {_MOST_OF_TEAM} warps copy for each other"
     lines = tactic.head_warps * problem.rows
     if tactic.cluster > 1 and not arch.has_tma:
         return f"clusters are on {names_with('has_tma')}"
