@@ -589,42 +589,59 @@ struct Lane {
   }
 };
 
-// s = K q for the tokens from `first` on
+// K of 16 tokens, from `first` on, as codes and scales; `scales` is where the stage would begin for them.
+struct Keys {
+  uint32 codes[2][kKeyWords], scales[2][(kStageScales + 7) / 8];  // of one block, or of two neighbours
+
+  Keys() = default;
+  __device__ __forceinline__ Keys(const uint8* stage, const uint8* scales_at, int first, const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
+      const uint8* from = scales_at + lane.key_scale + (first + 8 * i) * kStageScales;
+      if constexpr (kStageScales == 4) scales[i][0] = *from;
+      if constexpr (kStageScales > 4) {
+#pragma unroll
+        for (int j = 0; j < kStageScales / 8; ++j) scales[i][j] = reinterpret_cast<const uint16*>(from)[j];
+      }
+    }
+  }
+
+  // s = K q
+  __device__ __forceinline__ void multiply(const Queries& q, float (&s)[kBlocks][4]) const {
+    uint32 scale[2][kKeyWords / 2];  // both halves have the scale of one block
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kKeyWords / 2; ++j) {
+        const uint32 two = decode_e4m3x2(scales[i][j / 2]);
+        scale[i][j] = j % 2 ? high_twice(two) : low_twice(two);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kKeyWords; ++w) {
+      uint32 low[4], high[4];
+      decode(codes[0][w], low);
+      decode(codes[1][w], high);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32 a[4] = {
+            ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
+            ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+        }
+      }
+    }
+  }
+};
+
 __device__ __forceinline__ void scores(
     const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
-  uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
-    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kStageScales;
-    if constexpr (kStageScales == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
-    if constexpr (kStageScales > 4) {
-#pragma unroll
-      for (int j = 0; j < kStageScales / 4; j += 2) {
-        const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
-        scale[i][j]     = low_twice(two);
-        scale[i][j + 1] = high_twice(two);
-      }
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kKeyWords; ++w) {
-    uint32 low[4], high[4];
-    decode(codes[0][w], low);
-    decode(codes[1][w], high);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32 a[4] = {
-          ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
-          ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
-      }
-    }
-  }
+  Keys(stage, stage, first, lane).multiply(q, s);
 }
 
 // Decodes a word of each of two tokens: pair i has dimension i of both.
@@ -646,14 +663,17 @@ struct Values {
   uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
   uint32 scales[2][kValueBlocks];
 
-  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
+  Values() = default;
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane)
+      : Values(stage, stage, first, lane) {}
+  __device__ __forceinline__ Values(const uint8* stage, const uint8* scales_at, int first, const Lane& lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kStageRow, lane.value[i % 2], codes[i]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int b = 0; b < kValueBlocks; ++b) {
-        const uint8* at = stage + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
+        const uint8* at = scales_at + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
         if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
         else scales[i][b] = at[0] | at[kStageScales] << 8;
       }
@@ -704,21 +724,12 @@ constexpr float kNone = -1e30f;
 struct State {
   float reference[2] = {kNone, kNone}, sum[2] = {}, o[1][kSteps][4] = {};
 
-  // 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
-  __device__ __forceinline__ void attend(const uint8* key, const uint8* value, int first, const Lane& lane,
-                                         const Queries& q, const float (&scale)[2], int count, int number) {
+  // The weights of 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
+  __device__ __forceinline__ void weigh(const Keys& k, const Queries& q, const float (&scale)[2], int count, int number,
+                                        uint32 (&weights)[1][2]) {
     const bool has = number / 4 < count, has_next = number / 4 + 8 < count;
-    float x[kBlocks][4];
-    scores(key, first, lane, q, x);
-    Values v(value, first, lane);
-    if constexpr (kTransposed) {
-      if (!has) v.scales[0][0] = 0;
-      if (!has_next) v.scales[1][0] = 0;
-    } else {
-      v.keep(count < 16 ? (1u << max(count, 0)) - 1 : ~0u);
-    }
-    uint32 weights[1][2];
-    float p[4];
+    float x[kBlocks][4], p[4];
+    k.multiply(q, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[0][i] = (i < 2 ? has : has_next) ? x[0][i] * scale[i % 2] : kNone;
 #pragma unroll
@@ -736,9 +747,18 @@ struct State {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) weights[0][i] = ptx::transpose(to_pair<Mma>(p[2 * i], p[2 * i + 1]));
-    v.multiply(weights, o);
   }
 };
+
+// Takes the scales of tokens behind the first `count`, which may be anything.
+__device__ __forceinline__ void clear(Values& v, int count, int number) {
+  if constexpr (kTransposed) {
+    if (number / 4 >= count) v.scales[0][0] = 0;
+    if (number / 4 + 8 >= count) v.scales[1][0] = 0;
+  } else {
+    v.keep(count < 16 ? (1u << max(count, 0)) - 1 : ~0u);
+  }
+}
 
 // Rotates a pair of dimensions by the cosines and sines of dimensions n and n + 1, of the first half.
 template <typename T>
@@ -1428,8 +1448,11 @@ template <class C, class Shared> struct Products {
 };
 
 // ---- step/parts ------------------------------------------------------------
-// Attention in a step: kSplits CTAs share the pages of a KV head. Each rotates the head's queries; the one with the
-// newest page appends; each attends to its pages, and adds up a share of the outputs from the parts of all.
+// Attention in a step: kSplits CTAs share the pages of a KV head, or fewer where there are few pages. Each rotates the
+// head's queries; the one with the newest page appends; each attends to its pages. All add up a share of the outputs from
+// the parts of those with pages. The last
+// pages of a CTA come into shared memory while the product before runs, because the newest is among them. Of the pages
+// before those, each warp takes 16 tokens at a time into registers, and has the next on their way.
 struct Request {
   uint8 *cache, *scales;
   const float* kv_scales;  // of each layer, those of keys and of values; null: all 1
@@ -1444,40 +1467,42 @@ template <class C> struct Part {  // of a softmax
   float reference[C::kGroup], sum[C::kGroup];
 };
 constexpr int kParts = 8, kPages = kParts / 4;  // four warps share a page
+static_assert(kWarps == 2 * kParts, "the upper warps put their parts where the lower ones take them");
 constexpr int kKvBytes = attention::kPage * (attention::kRowBytes + attention::kScaleBytes);
 
 // Shared has two pages of keys and of values, their barrier, queries, cosines and sines, and parts in `wide`.
 template <class C, class Shared> struct Attention {
   using T = typename C::T;
   static constexpr int kLine = C::kGroup * attention::kHeadDim;  // outputs of a KV head
-  static constexpr int kMerged = kLine / C::kSplits;  // of a CTA
   static constexpr int kPartWords = kLine + 2 * C::kGroup;
-  static_assert(kLine % C::kSplits == 0 && kMerged % kWarp == 0 && C::kSplits <= kWarp, "whole warps add up parts");
+  static_assert(C::kSplits <= kWarp, "a lane has the sum of a part");
   Shared& s;
   const Words& words;
   const Model<T>& model;
   const Request request;
   const int warp, lane;
-  const int head = int(blockIdx.x) / C::kSplits;
+  const int head = int(blockIdx.x) / C::kSplits, share = int(blockIdx.x) % C::kSplits;
   uint32 parity = 0;
 
   // Whether this CTA has a KV head.
   static __device__ __forceinline__ bool has_head() { return blockIdx.x < C::kKvHeads * C::kSplits; }
 
+  __device__ __forceinline__ int pages() const { return (request.tokens + attention::kPage - 1) / attention::kPage; }
+  // CTAs that have pages of the head: the first ones
+  __device__ __forceinline__ int sharers() const { return min(C::kSplits, (pages() + kPages - 1) / kPages); }
   // The first page of this CTA, or of the one behind it.
   __device__ __forceinline__ int first_page(int behind) const {
-    const int pages = (request.tokens + attention::kPage - 1) / attention::kPage;
-    return pages * (int(blockIdx.x) % C::kSplits + behind) / C::kSplits;
+    return pages() * min(share + behind, sharers()) / sharers();
   }
   // The number of a page of this KV head, of keys or of values, in the caches of all layers.
   __device__ __forceinline__ int64 page_of(int layer, int side, int i) const {
     const int64 page = min(ptx::ld<uint32>(request.pages + i), uint32(request.num_pages - 1));
     return ((2 * layer + side) * request.num_pages + page) * C::kKvHeads + head;
   }
-  // Pages from number `from` on, before `last`, into shared memory.
-  __device__ __forceinline__ void load_pages(int layer, int from, int last) {
-    if (warp != 0 || from >= last) return;
-    const int count = min(kPages, last - from);
+  // The last of the pages from `first` to `last`, into shared memory.
+  __device__ __forceinline__ void load_pages(int layer, int first, int last) {
+    if (warp != 0 || first >= last) return;
+    const int from = max(first, last - kPages), count = last - from;
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(&s.pages, 2 * count * kKvBytes);
     __syncwarp();
     if (lane < 2 * count) {
@@ -1528,6 +1553,18 @@ template <class C, class Shared> struct Attention {
     uint16* const to = s.q[row] + n / 8 * 8 + n % 4 * 2 + n / 4 % 2;
     to[0] = uint16(z), to[2] = uint16(z >> 16);
   }
+  // What a lane multiplies keys by.
+  __device__ __forceinline__ attention::Queries queries() const {
+    attention::Queries q;
+    const uint32 at = ptx::shared_address(s.q[min(lane / 4, C::kGroup - 1)]) + lane % 4 * 64;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 v = ptx::ld_shared(at + i * 16);
+      q.words[0][2 * i][0] = v.x, q.words[0][2 * i][1] = v.y;
+      q.words[0][2 * i + 1][0] = v.z, q.words[0][2 * i + 1][1] = v.w;
+    }
+    return q;
+  }
   // A thread: two dimensions of the key or the value of the new token, into the cache and into shared memory.
   __device__ __forceinline__ void append(int i, int layer, int page, uint32 tag) const {
     using namespace attention;
@@ -1576,41 +1613,82 @@ template <class C, class Shared> struct Attention {
     }
   }
 
+  // Adds the part of another warp to the state.
+  __device__ __forceinline__ void take(attention::State& state, const Part<C>& part) const {
+    using namespace attention;
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * t + i;
+      if (row >= C::kGroup) continue;
+      const float top = fmaxf(state.reference[i], part.reference[row]);
+      const float mine = ptx::ex2_approx(state.reference[i] - top), its = ptx::ex2_approx(part.reference[row] - top);
+      state.reference[i] = top;
+      state.sum[i] = fmaf(its, g == 0 ? part.sum[row] : 0.0f, mine * state.sum[i]);
+#pragma unroll
+      for (int m = 0; m < kSteps; m += 2) {
+        const float4 o = *reinterpret_cast<const float4*>(&part.o[row][value_dim(m, false, g)]);
+        state.o[0][m][i]     = fmaf(its, o.x, mine * state.o[0][m][i]);
+        state.o[0][m][i + 2] = fmaf(its, o.y, mine * state.o[0][m][i + 2]);
+        state.o[0][m + 1][i] = fmaf(its, o.z, mine * state.o[0][m + 1][i]);
+        state.o[0][m + 1][i + 2] = fmaf(its, o.w, mine * state.o[0][m + 1][i + 2]);
+      }
+    }
+    __syncwarp();
+  }
+
+  // 16 tokens of a page, from `begin` on, on their way from global memory: of keys or of values.
+  template <class Codes> __device__ __forceinline__ Codes fetch(int64 page, int begin, const attention::Lane& at) const {
+    constexpr int kCodes = attention::kPageBytes, kScales = kKvBytes - kCodes;
+    return Codes(request.cache + page * kCodes, request.scales + page * kScales - attention::kScalesAt, begin, at);
+  }
+
   __device__ __forceinline__ void run(int layer, uint32 tag) {
     using namespace attention;
-    const int tokens = request.tokens, first = first_page(0), last = first_page(1);
-    const int used = min(kParts, (last - first) * 4);  // warps
+    const int tokens = request.tokens, first = first_page(0), last = first_page(1), from = max(first, last - kPages);
+    const int used = min(kParts, (last - first) * 4);  // parts
     const int thread = warp * kWarp + lane;
     if (last > first) {
       State state;
       const attention::Lane places;
+      const int blocks = 4 * (from - first);  // that warps take from global memory
       const float factor = request.scale * kv_scale(layer, 0) / kKeyUnit, scale[2] = {factor, factor};
       for (int i = thread; i < kLine / 2; i += kThreads) put_query(i, layer, tag);
+      ptx::mbarrier_wait(&s.pages, parity);
+      parity ^= 1;
+      const int newest = (tokens - 1) / kPage - from;
+      if (newest < last - from && warp >= 8 && warp < 12) append(thread - 8 * kWarp, layer, newest, tag);
+      __syncthreads();
+      const int   begin = warp % 4 * 16;  // of a warp's tokens in each of its pages
+      const int64 values = request.num_pages * C::kKvHeads;  // the page of values behind that of keys
+      Keys   k;
+      Values v;
+      if (warp < blocks) {
+        const int64 page = page_of(layer, 0, first + warp / 4);
+        k = fetch<Keys>(page, begin, places), v = fetch<Values>(page + values, begin, places);
+      }
+      uint32 weights[1][2];
+      if (warp < used && from + warp / 4 < last) {
+        const int count = tokens - (from + warp / 4) * kPage - begin;
+        const uint8* const page = s.kv[warp / 4][0];
+        state.weigh(Keys(page, page, begin, places), queries(), scale, count, lane, weights);
+        Values value(page + kKvBytes, begin, places);
+        clear(value, count, lane);
+        value.multiply(weights, state.o);
+      }
 #pragma unroll 1
-      for (int from = first; from < last; from += kPages) {
-        const int newest = (tokens - 1) / kPage - from;
-        ptx::mbarrier_wait(&s.pages, parity);
-        parity ^= 1;
-        const bool here = newest >= 0 && newest < min(kPages, last - from);
-        if (here && warp >= 8 && warp < 12) append(thread - 8 * kWarp, layer, newest, tag);
+      for (int i = warp; i < blocks; i += kWarps) {
+        const bool  more = i + kWarps < blocks;
+        const int64 page = more ? page_of(layer, 0, first + (i + kWarps) / 4) : 0;
+        state.weigh(k, queries(), scale, 16, lane, weights);
+        if (more) k = fetch<Keys>(page, begin, places);
+        v.multiply(weights, state.o);
+        if (more) v = fetch<Values>(page + values, begin, places);
+      }
+      if (blocks > 0) {
+        if (warp >= kParts) put(state, s.wide.parts[warp - kParts]);
         __syncthreads();
-        if (warp < used && from + warp / 4 < last) {
-          Queries q;
-          const uint32 at = ptx::shared_address(s.q[min(lane / 4, C::kGroup - 1)]) + lane % 4 * 64;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const uint4 v = ptx::ld_shared(at + i * 16);
-            q.words[0][2 * i][0] = v.x, q.words[0][2 * i][1] = v.y;
-            q.words[0][2 * i + 1][0] = v.z, q.words[0][2 * i + 1][1] = v.w;
-          }
-          const int begin = warp % 4 * 16;
-          state.attend(s.kv[warp / 4][0], s.kv[warp / 4][1], begin, places, q, scale,
-                       tokens - (from + warp / 4) * kPage - begin, lane);
-        }
-        if (from + kPages < last) {
-          __syncthreads();
-          load_pages(layer, from + kPages, last);
-        }
+        if (warp < kParts) take(state, s.wide.parts[warp]);
       }
       if (warp < used) put(state, s.wide.parts[warp]);
     }
@@ -1618,7 +1696,7 @@ template <class C, class Shared> struct Attention {
     if (layer + 1 < model.layers) load_pages(layer + 1, first, last);
     uint64* const parts = words.parts + int(blockIdx.x) * kPartWords;
 #pragma unroll 1
-    for (int i = thread; i < kLine; i += kThreads) {
+    for (int i = thread; i < kLine && used > 0; i += kThreads) {
       const int row = i / kHeadDim, dim = i % kHeadDim;
       float top = kNone, sum = 0.0f, o = 0.0f;
 #pragma unroll 1
@@ -1634,23 +1712,29 @@ template <class C, class Shared> struct Attention {
         ptx::st_word(parts + kLine + C::kGroup + row, __float_as_uint(sum), tag);
       }
     }
-    if (warp * kWarp < kMerged) merge(layer, tag);
+    constexpr int kTurns = kLine / kWarp;
+    const int turn = kTurns * share / C::kSplits + warp;
+    if (turn < kTurns * (share + 1) / C::kSplits) merge(layer, tag, turn * kWarp + lane);
   }
 
   // A warp: 32 outputs of this CTA's KV head, from the parts of all CTAs that share it.
-  __device__ __forceinline__ void merge(int layer, uint32 tag) const {
+  __device__ __forceinline__ void merge(int layer, uint32 tag, int i) const {
     using namespace attention;
-    const int i = int(blockIdx.x) % C::kSplits * kMerged + warp * kWarp + lane, row = i / kHeadDim;
+    const int row = i / kHeadDim;
     const float decode = kv_scale(layer, 1);
     const uint64* const from = words.parts + head * C::kSplits * kPartWords;
-    const uint64* const sums = from + min(lane, C::kSplits - 1) * kPartWords + kLine + row;
+    const int count = sharers();
+    const uint64* const sums = from + min(lane, count - 1) * kPartWords + kLine + row;
     uint64 o[C::kSplits], reference, sum;
     bool   all;
     uint32 polls = 0;
     do {
       reference = ptx::ld_word(sums), sum = ptx::ld_word(sums + C::kGroup);
 #pragma unroll
-      for (int j = 0; j < C::kSplits; ++j) o[j] = ptx::ld_word(from + j * kPartWords + i);
+      for (int j = 0; j < C::kSplits; ++j) {
+        o[j] = uint64(tag) << 32;  // zero, where there is no part
+        if (j < count) o[j] = ptx::ld_word(from + j * kPartWords + i);
+      }
       all = tagged(reference, tag) && tagged(sum, tag);
 #pragma unroll
       for (int j = 0; j < C::kSplits; ++j) all = all && tagged(o[j], tag);
@@ -1660,7 +1744,7 @@ template <class C, class Shared> struct Attention {
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
     const float factor = ptx::ex2_approx(__uint_as_float(uint32(reference)) - top);
-    float part = lane < C::kSplits ? factor * __uint_as_float(uint32(sum)) : 0.0f, y = 0.0f;
+    float part = lane < count ? factor * __uint_as_float(uint32(sum)) : 0.0f, y = 0.0f;
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) part += __shfl_xor_sync(~0u, part, distance);
 #pragma unroll
