@@ -31,7 +31,6 @@ class DecodeTactic:
     min_ctas: int
     head_warps: int = 1
     cluster: int = 0
-    held: bool = False
 
 
 TACTICS = (
@@ -50,7 +49,6 @@ TACTICS = (
     DecodeTactic(6, 2, 2, head_warps=2),
     DecodeTactic(6, 2, 2),
     DecodeTactic(12, 2, 1, head_warps=4),
-    DecodeTactic(12, 2, 1, head_warps=4, held=True),
     DecodeTactic(12, 2, 1, head_warps=2),
     DecodeTactic(4, 3, 2),
     DecodeTactic(4, 2, 2),
@@ -86,7 +84,6 @@ class DecodeSpec(KernelSpec):
     min_ctas: int
     head_warps: int
     cluster: int
-    held: bool
 
     masked = False  # no mask of the caller's
 

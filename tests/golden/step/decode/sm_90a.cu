@@ -589,59 +589,42 @@ struct Lane {
   }
 };
 
-// K of 16 tokens, from `first` on, as codes and scales; `scales` is where the stage would begin for them.
-struct Keys {
-  uint32 codes[2][kKeyWords], scales[2][(kStageScales + 7) / 8];  // of one block, or of two neighbours
-
-  Keys() = default;
-  __device__ __forceinline__ Keys(const uint8* stage, const uint8* scales_at, int first, const Lane& lane) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
-      const uint8* from = scales_at + lane.key_scale + (first + 8 * i) * kStageScales;
-      if constexpr (kStageScales == 4) scales[i][0] = *from;
-      if constexpr (kStageScales > 4) {
-#pragma unroll
-        for (int j = 0; j < kStageScales / 8; ++j) scales[i][j] = reinterpret_cast<const uint16*>(from)[j];
-      }
-    }
-  }
-
-  // s = K q
-  __device__ __forceinline__ void multiply(const Queries& q, float (&s)[kBlocks][4]) const {
-    uint32 scale[2][kKeyWords / 2];  // both halves have the scale of one block
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < kKeyWords / 2; ++j) {
-        const uint32 two = decode_e4m3x2(scales[i][j / 2]);
-        scale[i][j] = j % 2 ? high_twice(two) : low_twice(two);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kKeyWords; ++w) {
-      uint32 low[4], high[4];
-      decode(codes[0][w], low);
-      decode(codes[1][w], high);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32 a[4] = {
-            ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
-            ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
-#pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-          ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
-        }
-      }
-    }
-  }
-};
-
+// s = K q for the tokens from `first` on
 __device__ __forceinline__ void scores(
     const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
-  Keys(stage, stage, first, lane).multiply(q, s);
+  uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
+    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kStageScales;
+    if constexpr (kStageScales == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
+    if constexpr (kStageScales > 4) {
+#pragma unroll
+      for (int j = 0; j < kStageScales / 4; j += 2) {
+        const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
+        scale[i][j]     = low_twice(two);
+        scale[i][j + 1] = high_twice(two);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kKeyWords; ++w) {
+    uint32 low[4], high[4];
+    decode(codes[0][w], low);
+    decode(codes[1][w], high);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32 a[4] = {
+          ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
+          ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+      }
+    }
+  }
 }
 
 // Decodes a word of each of two tokens: pair i has dimension i of both.
@@ -663,17 +646,14 @@ struct Values {
   uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
   uint32 scales[2][kValueBlocks];
 
-  Values() = default;
-  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane)
-      : Values(stage, stage, first, lane) {}
-  __device__ __forceinline__ Values(const uint8* stage, const uint8* scales_at, int first, const Lane& lane) {
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kStageRow, lane.value[i % 2], codes[i]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int b = 0; b < kValueBlocks; ++b) {
-        const uint8* at = scales_at + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
+        const uint8* at = stage + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
         if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
         else scales[i][b] = at[0] | at[kStageScales] << 8;
       }
@@ -725,11 +705,11 @@ struct State {
   float reference[2] = {kNone, kNone}, sum[2] = {}, o[1][kSteps][4] = {};
 
   // The weights of 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
-  __device__ __forceinline__ void weigh(const Keys& k, const Queries& q, const float (&scale)[2], int count, int number,
-                                        uint32 (&weights)[1][2]) {
+  __device__ __forceinline__ void weigh(const uint8* key, int first, const Lane& lane, const Queries& q,
+                                        const float (&scale)[2], int count, int number, uint32 (&weights)[1][2]) {
     const bool has = number / 4 < count, has_next = number / 4 + 8 < count;
     float x[kBlocks][4], p[4];
-    k.multiply(q, x);
+    scores(key, first, lane, q, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[0][i] = (i < 2 ? has : has_next) ? x[0][i] * scale[i % 2] : kNone;
 #pragma unroll
@@ -747,6 +727,40 @@ struct State {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) weights[0][i] = ptx::transpose(to_pair<Mma>(p[2 * i], p[2 * i + 1]));
+  }
+};
+
+// What a lane reads of 16 tokens of a page, in registers: a page without the rest, in which all lanes are the same.
+struct OwnPage {
+  static constexpr int kNext = 8 * kRowBytes, kNextScale = 8 * kScaleBytes;  // from a row to the eighth after it
+  alignas(16) uint8 bytes[kScalesAt + kNextScale + 2];
+
+  static __device__ __forceinline__ Lane lane() {
+    Lane at;
+    at.key = 0, at.key_scale = at.value_scale = kScalesAt, at.value[0] = 0, at.value[1] = kRowBytes;
+    return at;
+  }
+  // From page number `page` of a pool, its tokens from `first` on
+  template <bool kValues>
+  __device__ __forceinline__ void load(const uint8* codes, const uint8* scales, int64 page, int first, const Lane& at) {
+    codes += page * kPageBytes + first * kRowBytes;
+    scales += page * (kPage * kScaleBytes) + first * kScaleBytes + (kValues ? at.value_scale : at.key_scale) - kScalesAt;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint8* const row = codes + i * kNext;
+      if constexpr (kValues) {
+        copy<uint2>(i * kNext, row + at.value[0]);
+        copy<uint2>(i * kNext + kRowBytes, row + at.value[1]);
+      } else {
+        copy<uint4>(i * kNext, row + at.key);
+      }
+      copy<uint16>(kScalesAt + i * kNextScale, scales + i * kNextScale);
+    }
+  }
+
+ private:
+  template <class Access> __device__ __forceinline__ void copy(int to, const uint8* from) {
+    *reinterpret_cast<Access*>(bytes + to) = *reinterpret_cast<const Access*>(from);
   }
 };
 
@@ -1637,12 +1651,6 @@ template <class C, class Shared> struct Attention {
     __syncwarp();
   }
 
-  // 16 tokens of a page, from `begin` on, on their way from global memory: of keys or of values.
-  template <class Codes> __device__ __forceinline__ Codes fetch(int64 page, int begin, const attention::Lane& at) const {
-    constexpr int kCodes = attention::kPageBytes, kScales = kKvBytes - kCodes;
-    return Codes(request.cache + page * kCodes, request.scales + page * kScales - attention::kScalesAt, begin, at);
-  }
-
   __device__ __forceinline__ void run(int layer, uint32 tag) {
     using namespace attention;
     const int tokens = request.tokens, first = first_page(0), last = first_page(1), from = max(first, last - kPages);
@@ -1661,17 +1669,18 @@ template <class C, class Shared> struct Attention {
       __syncthreads();
       const int   begin = warp % 4 * 16;  // of a warp's tokens in each of its pages
       const int64 values = request.num_pages * C::kKvHeads;  // the page of values behind that of keys
-      Keys   k;
-      Values v;
+      OwnPage k, v;
+      const attention::Lane own = OwnPage::lane();
       if (warp < blocks) {
         const int64 page = page_of(layer, 0, first + warp / 4);
-        k = fetch<Keys>(page, begin, places), v = fetch<Values>(page + values, begin, places);
+        k.load<false>(request.cache, request.scales, page, begin, places);
+        v.load<true>(request.cache, request.scales, page + values, begin, places);
       }
       uint32 weights[1][2];
       if (warp < used && from + warp / 4 < last) {
         const int count = tokens - (from + warp / 4) * kPage - begin;
         const uint8* const page = s.kv[warp / 4][0];
-        state.weigh(Keys(page, page, begin, places), queries(), scale, count, lane, weights);
+        state.weigh(page, begin, places, queries(), scale, count, lane, weights);
         Values value(page + kKvBytes, begin, places);
         clear(value, count, lane);
         value.multiply(weights, state.o);
@@ -1680,10 +1689,10 @@ template <class C, class Shared> struct Attention {
       for (int i = warp; i < blocks; i += kWarps) {
         const bool  more = i + kWarps < blocks;
         const int64 page = more ? page_of(layer, 0, first + (i + kWarps) / 4) : 0;
-        state.weigh(k, queries(), scale, 16, lane, weights);
-        if (more) k = fetch<Keys>(page, begin, places);
-        v.multiply(weights, state.o);
-        if (more) v = fetch<Values>(page + values, begin, places);
+        state.weigh(k.bytes, 0, own, queries(), scale, 16, lane, weights);
+        if (more) k.load<false>(request.cache, request.scales, page, begin, places);
+        Values(v.bytes, 0, own).multiply(weights, state.o);
+        if (more) v.load<true>(request.cache, request.scales, page + values, begin, places);
       }
       if (blocks > 0) {
         if (warp >= kParts) put(state, s.wide.parts[warp - kParts]);
