@@ -22,7 +22,7 @@ _PAGE_BYTES = PAGE * (HEAD_DIM // 2 + HEAD_DIM // 16)
 
 @dataclass(frozen=True, slots=True)
 class StepTactic:
-    """``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights; at most ``most_ctas``
+    """Up to ``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights; at most ``most_ctas``
     CTAs, unless KV heads need more.
     """
 

@@ -744,7 +744,8 @@ struct OwnPage {
   template <bool kValues>
   __device__ __forceinline__ void load(const uint8* codes, const uint8* scales, int64 page, int first, const Lane& at) {
     codes += page * kPageBytes + first * kRowBytes;
-    scales += page * (kPage * kScaleBytes) + first * kScaleBytes + (kValues ? at.value_scale : at.key_scale) - kScalesAt;
+    scales += page * (kPage * kScaleBytes) + first * kScaleBytes;
+    scales += (kValues ? at.value_scale : at.key_scale) - kScalesAt;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint8* const row = codes + i * kNext;
@@ -1462,11 +1463,11 @@ template <class C, class Shared> struct Products {
 };
 
 // ---- step/parts ------------------------------------------------------------
-// Attention in a step: kSplits CTAs share the pages of a KV head, or fewer where there are few pages. Each rotates the
-// head's queries; the one with the newest page appends; each attends to its pages. All add up a share of the outputs from
-// the parts of those with pages. The last
-// pages of a CTA come into shared memory while the product before runs, because the newest is among them. Of the pages
-// before those, each warp takes 16 tokens at a time into registers, and has the next on their way.
+// Attention in a step: up to kSplits CTAs share the pages of a KV head, fewer where there are few pages. Each rotates
+// the head's queries; the one with the newest page appends; each attends to its pages. All add up a share of the
+// outputs, from the parts of those with pages. The last pages of a CTA come into shared memory while the product before
+// runs: the newest is among them. Of the pages before those, each warp takes 16 tokens at a time into registers, and
+// has the next on their way.
 struct Request {
   uint8 *cache, *scales;
   const float* kv_scales;  // of each layer, those of keys and of values; null: all 1
