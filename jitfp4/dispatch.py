@@ -21,15 +21,12 @@ def _internal(path: str) -> Callable[..., Any] | None:
 
 _count_modes = _internal("_C._len_torch_dispatch_stack")
 _transform = _internal("_C._functorch.peek_interpreter_stack")
-_raw_stream = _internal("_C._cuda_getCurrentRawStream")
-_exchange = _internal("cuda._exchange_device")
 _guards = _internal("_C._dynamo.guards.TensorGuards")
-_empty = _internal("_C._dynamo.guards._empty_strided_cuda")
 
 
 def is_watched() -> bool:
     """Whether a tracer, a fake tensor mode or a functorch transform is active, or torch cannot tell."""
-    return _count_modes is None or _transform is None or bool(_count_modes()) or _transform() is not None
+    return _count_modes is None or _transform is None or _count_modes() > 0 or _transform() is not None
 
 
 def is_plain(tensor: Any) -> bool:
@@ -55,27 +52,27 @@ def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
     return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def exchange_device(index: int) -> int:
-    """Make CUDA device ``index`` current. Returns the previous one."""
-    if _exchange is not None:
-        return _exchange(index)  # type: ignore[no-any-return]
+def _exchange(index: int) -> int:
     previous = torch.cuda.current_device()
     torch.cuda.set_device(index)
     return previous
 
 
-def current_stream(index: int) -> int:
-    """The handle of the current stream of a CUDA device."""
-    if _raw_stream is not None:
-        return _raw_stream(index)  # type: ignore[no-any-return]
+def _stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-def empty_cuda(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """torch.empty_strided() on the current CUDA device."""
-    if _empty is not None:
-        return _empty(shape, stride, dtype)  # type: ignore[no-any-return]
+def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+# Repeated calls use these, so nothing stands between them and torch.
+exchange_device: Callable[[int], int] = _internal("cuda._exchange_device") or _exchange
+"""Make CUDA device ``index`` current. Returns the previous one."""
+current_stream: Callable[[int], int] = _internal("_C._cuda_getCurrentRawStream") or _stream
+"""The handle of the current stream of a CUDA device."""
+empty_cuda: Callable[..., torch.Tensor] = _internal("_C._dynamo.guards._empty_strided_cuda") or _empty
+"""torch.empty_strided(shape, stride, dtype) on the current CUDA device."""
 
 
 def known(condition: Any) -> bool:

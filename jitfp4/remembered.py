@@ -16,7 +16,9 @@ MOST = 1024  # most sets of addresses that a call remembers: each has argument m
 
 _address = torch.Tensor.data_ptr
 REFUSED = object()
-"""What Call.repeat() returns where it launched nothing."""
+"""What a Repeat returns where it launched nothing."""
+Repeat = Callable[[tuple[torch.Tensor, ...]], Any]
+"""Repeats a call with other tensors; REFUSED, without a launch, where a condition does not hold."""
 
 
 class Launch(Protocol):
@@ -93,28 +95,32 @@ class Call(NamedTuple):
     allowed: dict[tuple[int, ...], Callable[[int], None]]
     """By addresses of ``chosen`` that passed the checks before: the launch with them, as a function of the stream."""
 
-    def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Repeat the call with other tensors. Returns REFUSED, without a launch, where a condition does not hold."""
-        # faster than one by one
+    def repeat(self) -> Repeat:
+        """The function that repeats the call."""
+        # its variables are faster than fields
         _, device, chosen, _, conditions, allocated, temporaries, _, _, _, results, allowed = self
-        for holds, sources in conditions:
-            if not holds(*[tensors[source] for source in sources]):
-                return REFUSED
-        previous = exchange_device(device)
-        try:
-            if allocated:
-                tensors = (*tensors, *[empty_cuda(*layout) for layout in allocated])
-            for make, sources in temporaries:
-                tensors = (*tensors, make(*[tensors[source] for source in sources]))
-            addresses = (*map(_address, chosen(tensors)),)
-            if (run := allowed.get(addresses)) is not None:
-                run(current_stream(device))
-            elif not self._launch_new(addresses, tensors):
-                return REFUSED
-        finally:
-            if previous != device:
-                exchange_device(previous)
-        return results(tensors)
+
+        def repeat(tensors: tuple[torch.Tensor, ...]) -> Any:
+            for holds, sources in conditions:
+                if not holds(*[tensors[source] for source in sources]):
+                    return REFUSED
+            previous = exchange_device(device)
+            try:
+                if allocated:
+                    tensors = (*tensors, *[empty_cuda(*layout) for layout in allocated])
+                for make, sources in temporaries:
+                    tensors = (*tensors, make(*[tensors[source] for source in sources]))
+                addresses = (*map(_address, chosen(tensors)),)
+                if (run := allowed.get(addresses)) is not None:
+                    run(current_stream(device))
+                elif not self._launch_new(addresses, tensors):
+                    return REFUSED
+            finally:
+                if previous != device:
+                    exchange_device(previous)
+            return results(tensors)
+
+        return repeat
 
     def _launch_new(self, addresses: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> bool:
         """Launch with addresses that are not known yet; returns False, without a launch, where they are not allowed."""
@@ -148,13 +154,13 @@ class _Unrepeatable(Exception):  # noqa: N818 - it is no error
     """A call uses a tensor that a repeated call would not find or make."""
 
 
-def understand(notes: Notes, given: Sequence[torch.Tensor], result: Any) -> tuple[Call | None, bool]:
+def understand(notes: Notes, given: Sequence[torch.Tensor], result: Any) -> tuple[Repeat | None, bool]:
     """How to repeat a call; None if it cannot be repeated, and then whether that holds for all calls like it."""
     steps = [step for step in notes.steps if step is not None]
     if not steps or len(steps) < len(notes.steps):
         return None, bool(notes.steps)
     try:
-        return _repeatable(_joined(steps), notes, given, result), True
+        return _repeatable(_joined(steps), notes, given, result).repeat(), True
     except _Unrepeatable:
         return None, True
 

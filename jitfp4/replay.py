@@ -12,7 +12,6 @@ look at values into ``require``, and a view that does not begin where its tensor
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,7 +25,7 @@ import torch
 from jitfp4.dispatch import guard, is_plain, is_watched
 from jitfp4.formats import NVFP44Over6Config
 from jitfp4.layouts import SfLayout
-from jitfp4.remembered import REFUSED, Call, Companion, Notes, Step, Temporary, take, understand
+from jitfp4.remembered import REFUSED, Companion, Notes, Repeat, Step, Temporary, take, understand
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,14 +134,14 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
         if len(values) == 1 and isinstance(values[0], tuple):  # a record of arguments
             (values,) = values
-        kinds = (*map(type, values),)
-        sort = _sort(kinds, (*kwargs,))
-        if sort is None:
+        kinds: tuple[Any, ...] = (*map(type, values), *kwargs)
+        if (sort := _sorts[kinds]) is None:
             return function(*args, **kwargs)
         tensors_of, flags_of, groups_of, with_groups = sort
         if groups_of is not None:
             groups = groups_of(values)
-            values = (*values, *itertools.chain(*groups))
+            for group in groups:
+                values += (*group,)
             lengths = (*map(len, groups),)
             if (sort := with_groups.get(lengths) or _add_sort(with_groups, kinds, lengths, values)) is None:
                 return function(*args, **kwargs)
@@ -151,11 +150,11 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         if not tensors[0].is_cuda:
             return function(*args, **kwargs)
         key = tensors_of, flags_of(values), tensors[0].shape
-        for matches, action in memory.get(key, ()):
+        for matches, repeat in memory.get(key, ()):
             if matches(*tensors):
-                if action is None:
+                if repeat is None:
                     return function(*args, **kwargs)
-                if (result := action.repeat(tensors)) is not REFUSED:
+                if (result := repeat(tensors)) is not REFUSED:
                     return result  # type: ignore[no-any-return]
         return _remember(memory, key, functools.partial(function, *args, **kwargs), tensors)
 
@@ -181,37 +180,50 @@ _sign = functools.partial(math.copysign, 1.0)
 _TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-@functools.cache
-def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # noqa: ARG001 - one for each way to call
-    """The functions for arguments of these exact types; None where a type is not known here, or none is a tensor."""
-    tensors, flags, groups = _kinds(kinds)
-    if len(tensors) + len(flags) + len(groups) < len(kinds):
-        return None
-    if groups:
-        return _Sort(take(()), take(()), take(groups), {})
-    return _functions(kinds, tensors, flags)
+_Kinds = tuple[type | str, ...]
+"""The exact types of arguments, and the names of the last of them: one for each way to call."""
+
+
+class _Sorts(dict[_Kinds, "_Sort | None"]):
+    """The functions by kinds of arguments; None where a type is not known here, or none is a tensor."""
+
+    def __missing__(self, kinds: _Kinds) -> _Sort | None:
+        types = _types(kinds)
+        tensors, flags, groups = _kinds(types)
+        sort = None
+        if len(tensors) + len(flags) + len(groups) == len(types):
+            sort = _Sort(take(()), take(()), take(groups), {}) if groups else _functions(types, tensors, flags)
+        return self.setdefault(kinds, sort)  # of two threads, both get the first
+
+
+_sorts = _Sorts()
+
+
+def _types(kinds: _Kinds) -> tuple[type, ...]:
+    return tuple(kind for kind in kinds if not isinstance(kind, str))
 
 
 def _add_sort(
-    with_groups: dict[tuple[int, ...], _Sort], kinds: tuple[type, ...], lengths: tuple[int, ...], values: Sequence[Any]
+    with_groups: dict[tuple[int, ...], _Sort], kinds: _Kinds, lengths: tuple[int, ...], values: Sequence[Any]
 ) -> _Sort | None:
     """Add the functions for groups of these lengths, whose elements stand behind the arguments; None where not all of
     them are tensors. Where a later call has others, the check of its tensors fails.
     """
-    if not _TENSOR_TYPES.issuperset(map(type, values[len(kinds) :])):
+    types = _types(kinds)
+    if not _TENSOR_TYPES.issuperset(map(type, values[len(types) :])):
         return None
-    tensors, flags, _ = _kinds(kinds)
-    tensors += range(len(kinds), len(values))
-    if (sort := _functions(kinds, tensors, flags)) is not None:
+    tensors, flags, _ = _kinds(types)
+    tensors += range(len(types), len(values))
+    if (sort := _functions(types, tensors, flags)) is not None:
         with_groups[lengths] = sort
     return sort
 
 
-def _kinds(kinds: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
+def _kinds(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
     """The numbers of arguments that are tensors, flags and groups."""
-    tensors = [number for number, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
-    flags = [number for number, kind in enumerate(kinds) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
-    groups = [number for number, kind in enumerate(kinds) if kind in (tuple, list)]
+    tensors = [number for number, kind in enumerate(types) if kind in _TENSOR_TYPES]
+    flags = [number for number, kind in enumerate(types) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
+    groups = [number for number, kind in enumerate(types) if kind in (tuple, list)]
     return tensors, flags, groups
 
 
@@ -239,17 +251,17 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
         _notes.reset(token)
     declared = [source for one in notes.temporaries for source in one.sources]
     if all(is_plain(tensor) or any(tensor is source for source in declared) for tensor in tensors):
-        call, lasting = understand(notes, tensors, result)
+        repeat, lasting = understand(notes, tensors, result)
         if lasting:
             if len(memory) >= _MOST:
                 memory.clear()
             with _counting:
                 if generation == _generation:
-                    memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
+                    memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), repeat))
     return result
 
 
-_Memory = dict[Hashable, tuple[tuple[Callable[..., bool], Call | None], ...]]
-"""By the types, the flags and the shape of the first tensor: a check of all tensors, and the call; None for a call that
-cannot be repeated.
+_Memory = dict[Hashable, tuple[tuple[Callable[..., bool], Repeat | None], ...]]
+"""By the types, the flags and the shape of the first tensor: a check of all tensors, and what repeats the call; None
+where nothing can.
 """

@@ -200,6 +200,15 @@ def test_the_ends_of_pages_without_a_race(tokens: int) -> None:
         assert_step(model)
 
 
+@pytest.mark.sim
+@pytest.mark.compile
+def test_many_pages_without_a_race() -> None:
+    """More than a CTA has in shared memory, and more blocks of tokens than warps; shares of pages differ by one."""
+    model = Model.random("cpu", (256, 3, 1, 128), 1, 64 * 14 - 5, more=True)
+    with sim.device("sm_90a", races=True), DECODE_STEP.forced(StepTactic(2, 2, 4)):
+        assert_step(model)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (129, torch.float16), (2048, torch.bfloat16)])
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "more"])

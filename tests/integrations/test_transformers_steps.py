@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers")
 import transformers
 
+from jitfp4 import DecodeStep
 from jitfp4.errors import ArgumentError
 from jitfp4.integrations.transformers import Jitfp4Config, Nvfp4Cache, register, use_decode_step
 from jitfp4.operation import Operation
@@ -81,6 +82,37 @@ def test_the_tokens_are_those_layer_by_layer(kind: str, tmp_path: Path, monkeypa
     assert torch.equal(got, want) and counts["decode_step"] == 5
     batch = one(prompts(2, 5), past_key_values=Nvfp4Cache(one.config, 64)).logits  # its weights are where they were
     assert torch.equal(batch, model(prompts(2, 5), past_key_values=Nvfp4Cache(model.config, 64)).logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_the_tokens_on_a_gpu(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ends of pages, where a token is clear: logits of a random model often lie close together."""
+    model = make(kind, tmp_path / "floats", monkeypatch).to("cuda")
+    one = copy.deepcopy(model)
+    use_decode_step(one)
+    steps = 0
+    run = DecodeStep.run
+
+    def counted(self: DecodeStep, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(DecodeStep, "run", counted)
+    caches = [Nvfp4Cache(model.config, 256) for _ in range(2)]
+    pairs = [*zip((model, one), caches, strict=True)]
+    errors, decided = [], 0
+    for tokens in (prompts(1, 63).cuda(), *prompts(1, 80).cuda().split(1, -1)):
+        want, got = (x(tokens, past_key_values=cache).logits[0, -1].float() for x, cache in pairs)
+        errors.append((got - want).norm() / want.norm())
+        first, second = want.topk(2).values
+        if first - second > 0.3 * want.std():
+            decided += 1
+            assert got.argmax() == want.argmax()
+    assert steps == 80 and decided > 20
+    assert torch.stack(errors).median() < 0.05
 
 
 @torch.no_grad()

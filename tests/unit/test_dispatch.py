@@ -8,13 +8,11 @@ import torch
 from jitfp4 import dispatch
 
 
-@pytest.mark.parametrize("name", ["_count_modes", "_transform", "_guards", "_exchange"])
+@pytest.mark.parametrize("name", ["_count_modes", "_transform", "_guards"])
 def test_what_torch_may_lack_has_another_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as a CPU shows it. On a GPU test_replay_on_gpu.py takes away each."""
     assert getattr(dispatch, name) is not None, "this torch has it"
     monkeypatch.setattr(dispatch, name, None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _index: None)
     x, y = torch.zeros(4, 8), torch.zeros(8)
     matches = dispatch.guard((x, y))
     assert matches(torch.ones(4, 8), torch.ones(8))
@@ -30,8 +28,13 @@ def test_what_torch_may_lack_has_another_way(name: str, monkeypatch: pytest.Monk
     ):
         assert not matches(*other)
     assert dispatch.is_watched() == (name in ("_count_modes", "_transform"))
-    if name == "_exchange":
-        assert dispatch.exchange_device(1) == 2
+
+
+def test_a_device_is_made_current_by_public_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    assert dispatch._exchange(1) == 2 and made == [1]
 
 
 def test_one_tensor_given_twice() -> None:

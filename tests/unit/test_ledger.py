@@ -57,6 +57,8 @@ _SPILLED = {
     # Of a batch: 128 sums of a thread, and addresses that are parameters of a single product.
     ("sm_80", "format=nvfp4,out_dtype=", "tile_m=64,tile_n=128,warp_m=64,warp_n=32"): 18,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
+    # A decode step: values of the loop over layers around attention, once for a layer.
+    ("step/decode",): 21,
 }
 _SAMPLE = 5000  # instructions of the builds of a kernel that are compiled
 

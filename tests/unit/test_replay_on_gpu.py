@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import jitfp4
-from jitfp4 import ArgumentError, SfLayout, dispatch, engine, replay
+from jitfp4 import ArgumentError, SfLayout, dispatch, engine, remembered, replay
 from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
 from tests.inputs.calls import function_of
@@ -80,13 +80,24 @@ class TestOnGpu:
         assert bool(first) == (name not in NO_LAUNCH)
         assert launches == [first, 2 * first, 3 * first] if name in CHECKED else [first] * 3
 
-    @pytest.mark.parametrize("removed", ["_count_modes", "_transform", "_guards", "_empty", "_raw_stream", "_exchange"])
+    @pytest.mark.parametrize(
+        ("where", "name_of", "other"),
+        [
+            *((dispatch, name, None) for name in ("_count_modes", "_transform", "_guards")),
+            (remembered, "exchange_device", dispatch._exchange),
+            (remembered, "current_stream", dispatch._stream),
+            (remembered, "empty_cuda", dispatch._empty),
+        ],
+        ids=["modes", "transform", "guards", "exchange", "stream", "empty"],
+    )
     @pytest.mark.parametrize("name", ["nvfp4_quantize", "add_rmsnorm_fp4quant", "gated_delta_rule_mtp"])
-    def test_without_an_internal_of_torch(self, name: str, removed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_an_internal_of_torch(
+        self, name: str, where: Any, name_of: str, other: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with torch.device("cuda"):
             given = [filled(name, 3) for _ in range(4)]
         want = outcome(name, given.pop())
-        monkeypatch.setattr(dispatch, removed, None)
+        monkeypatch.setattr(where, name_of, other)
         for arguments in given:
             assert_same(name, outcome(name, arguments), want)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jitfp4.formats import DType
 
 HEAD_DIM, PAGE = 128, 64
-MOST_SPLITS = 16
+MOST_SPLITS = 32
 TAG_WORDS = 8
 
 

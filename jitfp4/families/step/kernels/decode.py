@@ -22,7 +22,7 @@ _PAGE_BYTES = PAGE * (HEAD_DIM // 2 + HEAD_DIM // 16)
 
 @dataclass(frozen=True, slots=True)
 class StepTactic:
-    """``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights; at most ``most_ctas``
+    """Up to ``splits`` CTAs share a KV head; a warp's ring has ``depth`` pieces of the weights; at most ``most_ctas``
     CTAs, unless KV heads need more.
     """
 
@@ -31,7 +31,7 @@ class StepTactic:
     most_ctas: int = 128
 
 
-TACTICS = tuple(StepTactic(splits, depth) for splits in (16, 8, 4, 2) for depth in (5, 4, 3, 2))
+TACTICS = tuple(StepTactic(splits, depth) for splits in (32, 16, 8, 4, 2) for depth in (5, 4, 3, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +107,12 @@ def specialise(problem: Problem, tactic: StepTactic) -> Spec:
 
 def _rejects(problem: Problem, tactic: StepTactic, arch: Arch) -> str | None:
     spec = specialise(problem, tactic)
-    outputs = problem.heads // problem.kv_heads * HEAD_DIM // tactic.splits
     if not arch.has_wgmma:
         return "it was made for Hopper"
     if spec.ctas > arch.num_sms:
         return f"{spec.ctas} CTAs, which wait for each other, are more than the SMs"
     if problem.hidden // _BLOCK < spec.ctas:
         return f"{spec.ctas} CTAs are more than blocks of {_BLOCK} hidden values"
-    if outputs % 32 or problem.heads * HEAD_DIM % tactic.splits:
-        return f"{tactic.splits} CTAs have no whole warps of outputs of a KV head"
     if spec.shared_bytes > arch.shared_bytes:
         return f"it needs {spec.shared_bytes} bytes of shared memory"
     return None

@@ -704,21 +704,12 @@ constexpr float kNone = -1e30f;
 struct State {
   float reference[2] = {kNone, kNone}, sum[2] = {}, o[1][kSteps][4] = {};
 
-  // 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
-  __device__ __forceinline__ void attend(const uint8* key, const uint8* value, int first, const Lane& lane,
-                                         const Queries& q, const float (&scale)[2], int count, int number) {
+  // The weights of 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
+  __device__ __forceinline__ void weigh(const uint8* key, int first, const Lane& lane, const Queries& q,
+                                        const float (&scale)[2], int count, int number, uint32 (&weights)[1][2]) {
     const bool has = number / 4 < count, has_next = number / 4 + 8 < count;
-    float x[kBlocks][4];
+    float x[kBlocks][4], p[4];
     scores(key, first, lane, q, x);
-    Values v(value, first, lane);
-    if constexpr (kTransposed) {
-      if (!has) v.scales[0][0] = 0;
-      if (!has_next) v.scales[1][0] = 0;
-    } else {
-      v.keep(count < 16 ? (1u << max(count, 0)) - 1 : ~0u);
-    }
-    uint32 weights[1][2];
-    float p[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[0][i] = (i < 2 ? has : has_next) ? x[0][i] * scale[i % 2] : kNone;
 #pragma unroll
@@ -736,9 +727,53 @@ struct State {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) weights[0][i] = ptx::transpose(to_pair<Mma>(p[2 * i], p[2 * i + 1]));
-    v.multiply(weights, o);
   }
 };
+
+// What a lane reads of 16 tokens of a page, in registers: a page without the rest, in which all lanes are the same.
+struct OwnPage {
+  static constexpr int kNext = 8 * kRowBytes, kNextScale = 8 * kScaleBytes;  // from a row to the eighth after it
+  alignas(16) uint8 bytes[kScalesAt + kNextScale + 2];
+
+  static __device__ __forceinline__ Lane lane() {
+    Lane at;
+    at.key = 0, at.key_scale = at.value_scale = kScalesAt, at.value[0] = 0, at.value[1] = kRowBytes;
+    return at;
+  }
+  // From page number `page` of a pool, its tokens from `first` on
+  template <bool kValues>
+  __device__ __forceinline__ void load(const uint8* codes, const uint8* scales, int64 page, int first, const Lane& at) {
+    codes += page * kPageBytes + first * kRowBytes;
+    scales += page * (kPage * kScaleBytes) + first * kScaleBytes;
+    scales += (kValues ? at.value_scale : at.key_scale) - kScalesAt;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint8* const row = codes + i * kNext;
+      if constexpr (kValues) {
+        copy<uint2>(i * kNext, row + at.value[0]);
+        copy<uint2>(i * kNext + kRowBytes, row + at.value[1]);
+      } else {
+        copy<uint4>(i * kNext, row + at.key);
+      }
+      copy<uint16>(kScalesAt + i * kNextScale, scales + i * kNextScale);
+    }
+  }
+
+ private:
+  template <class Access> __device__ __forceinline__ void copy(int to, const uint8* from) {
+    *reinterpret_cast<Access*>(bytes + to) = *reinterpret_cast<const Access*>(from);
+  }
+};
+
+// Takes the scales of tokens behind the first `count`, which may be anything.
+__device__ __forceinline__ void clear(Values& v, int count, int number) {
+  if constexpr (kTransposed) {
+    if (number / 4 >= count) v.scales[0][0] = 0;
+    if (number / 4 + 8 >= count) v.scales[1][0] = 0;
+  } else {
+    v.keep(count < 16 ? (1u << max(count, 0)) - 1 : ~0u);
+  }
+}
 
 // Rotates a pair of dimensions by the cosines and sines of dimensions n and n + 1, of the first half.
 template <typename T>
@@ -1428,8 +1463,11 @@ template <class C, class Shared> struct Products {
 };
 
 // ---- step/parts ------------------------------------------------------------
-// Attention in a step: kSplits CTAs share the pages of a KV head. Each rotates the head's queries; the one with the
-// newest page appends; each attends to its pages, and adds up a share of the outputs from the parts of all.
+// Attention in a step: up to kSplits CTAs share the pages of a KV head, fewer where there are few pages. Each rotates
+// the head's queries; the one with the newest page appends; each attends to its pages. All add up a share of the
+// outputs, from the parts of those with pages. The last pages of a CTA come into shared memory while the product before
+// runs: the newest is among them. Of the pages before those, each warp takes 16 tokens at a time into registers, and
+// has the next on their way.
 struct Request {
   uint8 *cache, *scales;
   const float* kv_scales;  // of each layer, those of keys and of values; null: all 1
@@ -1444,40 +1482,42 @@ template <class C> struct Part {  // of a softmax
   float reference[C::kGroup], sum[C::kGroup];
 };
 constexpr int kParts = 8, kPages = kParts / 4;  // four warps share a page
+static_assert(kWarps == 2 * kParts, "the upper warps put their parts where the lower ones take them");
 constexpr int kKvBytes = attention::kPage * (attention::kRowBytes + attention::kScaleBytes);
 
 // Shared has two pages of keys and of values, their barrier, queries, cosines and sines, and parts in `wide`.
 template <class C, class Shared> struct Attention {
   using T = typename C::T;
   static constexpr int kLine = C::kGroup * attention::kHeadDim;  // outputs of a KV head
-  static constexpr int kMerged = kLine / C::kSplits;  // of a CTA
   static constexpr int kPartWords = kLine + 2 * C::kGroup;
-  static_assert(kLine % C::kSplits == 0 && kMerged % kWarp == 0 && C::kSplits <= kWarp, "whole warps add up parts");
+  static_assert(C::kSplits <= kWarp, "a lane has the sum of a part");
   Shared& s;
   const Words& words;
   const Model<T>& model;
   const Request request;
   const int warp, lane;
-  const int head = int(blockIdx.x) / C::kSplits;
+  const int head = int(blockIdx.x) / C::kSplits, share = int(blockIdx.x) % C::kSplits;
   uint32 parity = 0;
 
   // Whether this CTA has a KV head.
   static __device__ __forceinline__ bool has_head() { return blockIdx.x < C::kKvHeads * C::kSplits; }
 
+  __device__ __forceinline__ int pages() const { return (request.tokens + attention::kPage - 1) / attention::kPage; }
+  // CTAs that have pages of the head: the first ones
+  __device__ __forceinline__ int sharers() const { return min(C::kSplits, (pages() + kPages - 1) / kPages); }
   // The first page of this CTA, or of the one behind it.
   __device__ __forceinline__ int first_page(int behind) const {
-    const int pages = (request.tokens + attention::kPage - 1) / attention::kPage;
-    return pages * (int(blockIdx.x) % C::kSplits + behind) / C::kSplits;
+    return pages() * min(share + behind, sharers()) / sharers();
   }
   // The number of a page of this KV head, of keys or of values, in the caches of all layers.
   __device__ __forceinline__ int64 page_of(int layer, int side, int i) const {
     const int64 page = min(ptx::ld<uint32>(request.pages + i), uint32(request.num_pages - 1));
     return ((2 * layer + side) * request.num_pages + page) * C::kKvHeads + head;
   }
-  // Pages from number `from` on, before `last`, into shared memory.
-  __device__ __forceinline__ void load_pages(int layer, int from, int last) {
-    if (warp != 0 || from >= last) return;
-    const int count = min(kPages, last - from);
+  // The last of the pages from `first` to `last`, into shared memory.
+  __device__ __forceinline__ void load_pages(int layer, int first, int last) {
+    if (warp != 0 || first >= last) return;
+    const int from = max(first, last - kPages), count = last - from;
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(&s.pages, 2 * count * kKvBytes);
     __syncwarp();
     if (lane < 2 * count) {
@@ -1528,6 +1568,18 @@ template <class C, class Shared> struct Attention {
     uint16* const to = s.q[row] + n / 8 * 8 + n % 4 * 2 + n / 4 % 2;
     to[0] = uint16(z), to[2] = uint16(z >> 16);
   }
+  // What a lane multiplies keys by.
+  __device__ __forceinline__ attention::Queries queries() const {
+    attention::Queries q;
+    const uint32 at = ptx::shared_address(s.q[min(lane / 4, C::kGroup - 1)]) + lane % 4 * 64;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 v = ptx::ld_shared(at + i * 16);
+      q.words[0][2 * i][0] = v.x, q.words[0][2 * i][1] = v.y;
+      q.words[0][2 * i + 1][0] = v.z, q.words[0][2 * i + 1][1] = v.w;
+    }
+    return q;
+  }
   // A thread: two dimensions of the key or the value of the new token, into the cache and into shared memory.
   __device__ __forceinline__ void append(int i, int layer, int page, uint32 tag) const {
     using namespace attention;
@@ -1576,41 +1628,77 @@ template <class C, class Shared> struct Attention {
     }
   }
 
+  // Adds the part of another warp to the state.
+  __device__ __forceinline__ void take(attention::State& state, const Part<C>& part) const {
+    using namespace attention;
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * t + i;
+      if (row >= C::kGroup) continue;
+      const float top = fmaxf(state.reference[i], part.reference[row]);
+      const float mine = ptx::ex2_approx(state.reference[i] - top), its = ptx::ex2_approx(part.reference[row] - top);
+      state.reference[i] = top;
+      state.sum[i] = fmaf(its, g == 0 ? part.sum[row] : 0.0f, mine * state.sum[i]);
+#pragma unroll
+      for (int m = 0; m < kSteps; m += 2) {
+        const float4 o = *reinterpret_cast<const float4*>(&part.o[row][value_dim(m, false, g)]);
+        state.o[0][m][i]     = fmaf(its, o.x, mine * state.o[0][m][i]);
+        state.o[0][m][i + 2] = fmaf(its, o.y, mine * state.o[0][m][i + 2]);
+        state.o[0][m + 1][i] = fmaf(its, o.z, mine * state.o[0][m + 1][i]);
+        state.o[0][m + 1][i + 2] = fmaf(its, o.w, mine * state.o[0][m + 1][i + 2]);
+      }
+    }
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void run(int layer, uint32 tag) {
     using namespace attention;
-    const int tokens = request.tokens, first = first_page(0), last = first_page(1);
-    const int used = min(kParts, (last - first) * 4);  // warps
+    const int tokens = request.tokens, first = first_page(0), last = first_page(1), from = max(first, last - kPages);
+    const int used = min(kParts, (last - first) * 4);  // parts
     const int thread = warp * kWarp + lane;
     if (last > first) {
       State state;
       const attention::Lane places;
+      const int blocks = 4 * (from - first);  // that warps take from global memory
       const float factor = request.scale * kv_scale(layer, 0) / kKeyUnit, scale[2] = {factor, factor};
       for (int i = thread; i < kLine / 2; i += kThreads) put_query(i, layer, tag);
+      ptx::mbarrier_wait(&s.pages, parity);
+      parity ^= 1;
+      const int newest = (tokens - 1) / kPage - from;
+      if (newest < last - from && warp >= 8 && warp < 12) append(thread - 8 * kWarp, layer, newest, tag);
+      __syncthreads();
+      const int   begin = warp % 4 * 16;  // of a warp's tokens in each of its pages
+      const int64 values = request.num_pages * C::kKvHeads;  // the page of values behind that of keys
+      OwnPage k, v;
+      const attention::Lane own = OwnPage::lane();
+      if (warp < blocks) {
+        const int64 page = page_of(layer, 0, first + warp / 4);
+        k.load<false>(request.cache, request.scales, page, begin, places);
+        v.load<true>(request.cache, request.scales, page + values, begin, places);
+      }
+      uint32 weights[1][2];
+      if (warp < used && from + warp / 4 < last) {
+        const int count = tokens - (from + warp / 4) * kPage - begin;
+        const uint8* const page = s.kv[warp / 4][0];
+        state.weigh(page, begin, places, queries(), scale, count, lane, weights);
+        Values value(page + kKvBytes, begin, places);
+        clear(value, count, lane);
+        value.multiply(weights, state.o);
+      }
 #pragma unroll 1
-      for (int from = first; from < last; from += kPages) {
-        const int newest = (tokens - 1) / kPage - from;
-        ptx::mbarrier_wait(&s.pages, parity);
-        parity ^= 1;
-        const bool here = newest >= 0 && newest < min(kPages, last - from);
-        if (here && warp >= 8 && warp < 12) append(thread - 8 * kWarp, layer, newest, tag);
+      for (int i = warp; i < blocks; i += kWarps) {
+        const bool  more = i + kWarps < blocks;
+        const int64 page = more ? page_of(layer, 0, first + (i + kWarps) / 4) : 0;
+        state.weigh(k.bytes, 0, own, queries(), scale, 16, lane, weights);
+        if (more) k.load<false>(request.cache, request.scales, page, begin, places);
+        Values(v.bytes, 0, own).multiply(weights, state.o);
+        if (more) v.load<true>(request.cache, request.scales, page + values, begin, places);
+      }
+      if (blocks > 0) {
+        if (warp >= kParts) put(state, s.wide.parts[warp - kParts]);
         __syncthreads();
-        if (warp < used && from + warp / 4 < last) {
-          Queries q;
-          const uint32 at = ptx::shared_address(s.q[min(lane / 4, C::kGroup - 1)]) + lane % 4 * 64;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const uint4 v = ptx::ld_shared(at + i * 16);
-            q.words[0][2 * i][0] = v.x, q.words[0][2 * i][1] = v.y;
-            q.words[0][2 * i + 1][0] = v.z, q.words[0][2 * i + 1][1] = v.w;
-          }
-          const int begin = warp % 4 * 16;
-          state.attend(s.kv[warp / 4][0], s.kv[warp / 4][1], begin, places, q, scale,
-                       tokens - (from + warp / 4) * kPage - begin, lane);
-        }
-        if (from + kPages < last) {
-          __syncthreads();
-          load_pages(layer, from + kPages, last);
-        }
+        if (warp < kParts) take(state, s.wide.parts[warp]);
       }
       if (warp < used) put(state, s.wide.parts[warp]);
     }
@@ -1618,7 +1706,7 @@ template <class C, class Shared> struct Attention {
     if (layer + 1 < model.layers) load_pages(layer + 1, first, last);
     uint64* const parts = words.parts + int(blockIdx.x) * kPartWords;
 #pragma unroll 1
-    for (int i = thread; i < kLine; i += kThreads) {
+    for (int i = thread; i < kLine && used > 0; i += kThreads) {
       const int row = i / kHeadDim, dim = i % kHeadDim;
       float top = kNone, sum = 0.0f, o = 0.0f;
 #pragma unroll 1
@@ -1634,23 +1722,29 @@ template <class C, class Shared> struct Attention {
         ptx::st_word(parts + kLine + C::kGroup + row, __float_as_uint(sum), tag);
       }
     }
-    if (warp * kWarp < kMerged) merge(layer, tag);
+    constexpr int kTurns = kLine / kWarp;
+    const int turn = kTurns * share / C::kSplits + warp;
+    if (turn < kTurns * (share + 1) / C::kSplits) merge(layer, tag, turn * kWarp + lane);
   }
 
   // A warp: 32 outputs of this CTA's KV head, from the parts of all CTAs that share it.
-  __device__ __forceinline__ void merge(int layer, uint32 tag) const {
+  __device__ __forceinline__ void merge(int layer, uint32 tag, int i) const {
     using namespace attention;
-    const int i = int(blockIdx.x) % C::kSplits * kMerged + warp * kWarp + lane, row = i / kHeadDim;
+    const int row = i / kHeadDim;
     const float decode = kv_scale(layer, 1);
     const uint64* const from = words.parts + head * C::kSplits * kPartWords;
-    const uint64* const sums = from + min(lane, C::kSplits - 1) * kPartWords + kLine + row;
+    const int count = sharers();
+    const uint64* const sums = from + min(lane, count - 1) * kPartWords + kLine + row;
     uint64 o[C::kSplits], reference, sum;
     bool   all;
     uint32 polls = 0;
     do {
       reference = ptx::ld_word(sums), sum = ptx::ld_word(sums + C::kGroup);
 #pragma unroll
-      for (int j = 0; j < C::kSplits; ++j) o[j] = ptx::ld_word(from + j * kPartWords + i);
+      for (int j = 0; j < C::kSplits; ++j) {
+        o[j] = uint64(tag) << 32;  // zero, where there is no part
+        if (j < count) o[j] = ptx::ld_word(from + j * kPartWords + i);
+      }
       all = tagged(reference, tag) && tagged(sum, tag);
 #pragma unroll
       for (int j = 0; j < C::kSplits; ++j) all = all && tagged(o[j], tag);
@@ -1660,7 +1754,7 @@ template <class C, class Shared> struct Attention {
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
     const float factor = ptx::ex2_approx(__uint_as_float(uint32(reference)) - top);
-    float part = lane < C::kSplits ? factor * __uint_as_float(uint32(sum)) : 0.0f, y = 0.0f;
+    float part = lane < count ? factor * __uint_as_float(uint32(sum)) : 0.0f, y = 0.0f;
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) part += __shfl_xor_sync(~0u, part, distance);
 #pragma unroll
