@@ -27,24 +27,28 @@ struct Block {
   __device__ int rows(const Operands&) const { return 8; }
 };
 """
-WGMMA = REQUEST.replace(
-    "struct Operands {",
-    "struct Operands {\n  const bf16* q;\n  bf16* out;\n  uint32* counters;\n  void* workspace;\n"
-    "  const float *bmm1_tensor, *bmm2_tensor, *sinks;\n  float *lse, bmm1, bmm2;\n"
-    "  int   most_parts;\n  int64 q_token_stride, q_head_stride;",
-) + """
+WGMMA = (
+    REQUEST.replace(
+        "struct Operands {",
+        "struct Operands {\n  const bf16* q;\n  bf16* out;\n  uint32* counters;\n  void* workspace;\n"
+        "  const float *bmm1_tensor, *bmm2_tensor, *sinks;\n  float *lse, bmm1, bmm2;\n"
+        "  int   most_parts;\n  int64 q_token_stride, q_head_stride;",
+    )
+    + """
 struct Config {
   using Operands = ::Operands;
   using Query    = bf16;
   using Out      = bf16;
   using Mma      = f16;
   using Mask     = TokenMask;
-  static constexpr int  kCacheBits = 4, kHeadDim = 96, kWidth = 128, kTile = 64, kTeams = 3, kStages = 3, kCtas = 2;
+  static constexpr int  kCacheBits = 4, kHeadDim = 96, kWidth = 128, kTile = 64, kTeams = 3, kStages = 3;
+  static constexpr int  kClusterCtas = 2;
   static constexpr bool kInterleaved = true, kTwoTables = true;
   static constexpr int  kTeamRows = 64, kRows = 384, kConsumers = 384, kThreads = 512, kWarps = 2, kEvery = 2;
   static constexpr int  kRowBytes = 48, kScaleBytes = 6;
 };
 """
+)
 
 USES: dict[str, tuple[str, str]] = {
     "attention/blocks.cuh.j2": (
@@ -75,7 +79,7 @@ USES: dict[str, tuple[str, str]] = {
         "sm_80",
         REQUEST + "__global__ void run(const Operands& p, int* to) { *to = column_of(3, inverse_of_page(p)); }\n",
     ),
-    "attention/products.cuh.j2": ("sm_90a", "__global__ void run(float (&d)[16]) { hold(d); }\n"),
+    "attention/products.cuh.j2": ("sm_90a", "__global__ void run(float (&d)[16]) { fence_operand(d); }\n"),
     "attention/scales.cuh.j2": (
         "sm_80",
         "struct Operands { float bmm1, bmm2; const float *bmm1_tensor, *bmm2_tensor; };\n"
@@ -84,7 +88,8 @@ USES: dict[str, tuple[str, str]] = {
     ),
     "attention/softmax.cuh.j2": (
         "sm_80",
-        REQUEST + "template <class State> __device__ void use(State& state, const Operands& p, typename State::Logits& x) {\n"
+        REQUEST
+        + "template <class State> __device__ void use(State& state, const Operands& p, typename State::Logits& x) {\n"
         "  const uint32 there[2] = {1, 2};\n  const TiledRequest<32, 8, 2> r = {};\n"
         "  state.clear(), state.cap(1, x, state.scales), state.close();\n"
         "  state.hide(x, 1, [&](int n, int i) { return Seen<64>(p, r, n + i, true, NoMask(p, r, 1), 3, there); });\n"

@@ -20,9 +20,7 @@ PARTIALS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("
 
 TAKES = {
     f"attention/{name}.cuh.j2"
-    for name in (
-        *("byte_tile", "cluster_items", "combine", "half_tile", "nvfp4_tile", "pages", "queries", "work"),
-    )
+    for name in (*("byte_tile", "cluster_items", "combine", "half_tile", "nvfp4_tile", "pages", "queries", "work"),)
 } | {"step/attention.cuh.j2", "step/parts.cuh.j2"}
 """Those that still take names of the template that includes them. One that does not any more leaves the list."""
 

@@ -28,7 +28,7 @@ from jitfp4.counters import COUNTER_BYTES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
-from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
+from jitfp4.families.attention.problem import ROW_BLOCK, CacheFormat, Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import round_up
@@ -88,7 +88,7 @@ class WgmmaSpec(KernelSpec):
     other V. ``interleaved`` tells the order of V's scales; with ``two_tables``, K and V have pages of their own.
     """
 
-    cache: Cache
+    cache: CacheFormat
     q_dtype: DType
     out_dtype: DType
     head_dim: int
@@ -116,7 +116,7 @@ class WgmmaSpec(KernelSpec):
     @property
     def mma(self) -> str:
         """What K, V, queries and weights are in products: float16 holds NVFP4 and E4M3 exactly."""
-        return "bf16" if self.cache is Cache.BF16 else "f16"
+        return "bf16" if self.cache is CacheFormat.BF16 else "f16"
 
     @property
     def width(self) -> int:
@@ -141,7 +141,7 @@ class WgmmaSpec(KernelSpec):
     def producer_registers(self) -> int:
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
         units = self.width * self.cache.bits // 128  # of 16 bytes, of a row
-        unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
+        unit = {CacheFormat.NVFP4: 5, CacheFormat.E4M3: 4}.get(self.cache, 0)
         return max(_LEAST_REGISTERS, round_up(self.other_registers + units * unit * self.sides, 8))
 
     @property
