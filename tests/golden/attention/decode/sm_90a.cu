@@ -500,7 +500,6 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
-
 // The tokens that a query sees: from `first` to before `end`
 struct Span {
   int first, end;
@@ -513,6 +512,7 @@ struct Span {
     end   = causal ? at + 1 : r.tokens;
   }
 };
+
 // ---- attention/soft_cap ----------------------------------------------------
 // A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
 // two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
@@ -774,6 +774,7 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
     }
   }
 };
+
 // ---- spec ------------------------------------------------------------------
 enum class Pages { kWhole, kHalves, kMany };  // a tile lies in one page, each half in one, or in any number of pages
 
@@ -1745,6 +1746,7 @@ template <class Operands> __device__ __forceinline__ float output_scale(const Op
 // The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
 // then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
 __device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
 // ---- attention/queries -----------------------------------------------------
 // kRows query rows as the right factor of products, which has eight columns. They are converted once for a segment. In
 // float16, each row is first scaled by a power of two to a maximum near 2^14, which keeps all bits of bfloat16 values
@@ -1866,6 +1868,7 @@ template <class Out> __device__ __forceinline__ void store_outputs(Out* out, flo
   if constexpr (sizeof(Out) == 1) *reinterpret_cast<uint32*>(out) = a | b << 16;
   else *reinterpret_cast<uint2*>(out) = {a, b};
 }
+
 // ---- partials/named_barriers -----------------------------------------------
 // Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
 // in whole warps.

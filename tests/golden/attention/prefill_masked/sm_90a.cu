@@ -499,7 +499,6 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
-
 // The tokens that a query sees: from `first` to before `end`
 struct Span {
   int first, end;
@@ -512,6 +511,7 @@ struct Span {
     end   = causal ? at + 1 : r.tokens;
   }
 };
+
 // ---- attention/cvt_e2m1 ----------------------------------------------------
 namespace ptx {
 // Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
@@ -756,6 +756,7 @@ struct Sight {
   __device__ __forceinline__ int all_first() const { return of_last.first; }
   __device__ __forceinline__ int all_end() const { return of_first.end; }
 };
+
 using Block   = RowBlock<kTile, kRows, Select<kMasked, TokenMask, NoMask>>;
 using Request = decltype(Block::request);
 
@@ -951,6 +952,7 @@ template <class Operands> __device__ __forceinline__ float output_scale(const Op
 // The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
 // then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
 __device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
 // ---- attention/ending ------------------------------------------------------
 // The end of a query row: where its outputs go, its sink, its lse, and its outputs as they are stored.
 struct OutputRow {
@@ -993,6 +995,7 @@ template <class Out> __device__ __forceinline__ void store_outputs(Out* out, flo
   if constexpr (sizeof(Out) == 1) *reinterpret_cast<uint32*>(out) = a | b << 16;
   else *reinterpret_cast<uint2*>(out) = {a, b};
 }
+
 // ---- attention/soft_cap ----------------------------------------------------
 // A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
 // two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
@@ -1185,6 +1188,7 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
     }
   }
 };
+
 // ---- attention/rows --------------------------------------------------------
 // The 16 kParts query rows of a warp, which are the left factor of the product with K, and their ending. Of each 16
 // rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a power of two to a maximum
@@ -1306,6 +1310,7 @@ __device__ __forceinline__ void finish(
     }
   }
 }
+
 using Queries  = RowQueries<Query, Mma, kHeadDim, kParts, kThreads, kHeldQueries>;
 using State    = Softmax<kParts, kTile, kHeadDim, false>;
 using Scales   = State::Scales;

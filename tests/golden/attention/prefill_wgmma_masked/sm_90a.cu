@@ -574,7 +574,6 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
-
 // The tokens that a query sees: from `first` to before `end`
 struct Span {
   int first, end;
@@ -587,6 +586,7 @@ struct Span {
     end   = causal ? at + 1 : r.tokens;
   }
 };
+
 // ---- attention/token_mask --------------------------------------------------
 // A mask of the caller's: a row of bits for each query token of a request, one for each token from `first` on. A query
 // sees the tokens before `first`, and those whose bit is 1. Bits behind the end of the mask are 0.
@@ -838,6 +838,7 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
     }
   }
 };
+
 // ---- attention/items -------------------------------------------------------
 // The work of a call in items of kRows query rows for one KV head. A query row is a query head of the group at a query
 // token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not
@@ -1047,6 +1048,7 @@ template <class Config> struct Work {
     bool taken_ = false, skipped_ = false;
   };
 };
+
 // ---- partials/e4m3 ---------------------------------------------------------
 // Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
@@ -1499,6 +1501,7 @@ template <class Config> struct Expansion {
     uint32 scales_[kScaleWords];
   };
 };
+
 // ---- attention/scales ------------------------------------------------------
 // The factors around a softmax in powers of two: of queries before it, of outputs behind it.
 constexpr float kLog2E = 1.44269504f;
@@ -1515,6 +1518,7 @@ template <class Operands> __device__ __forceinline__ float output_scale(const Op
 // The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
 // then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
 __device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
 // ---- attention/ending ------------------------------------------------------
 // The end of a query row: where its outputs go, its sink, its lse, and its outputs as they are stored.
 struct OutputRow {
@@ -1557,6 +1561,7 @@ template <class Out> __device__ __forceinline__ void store_outputs(Out* out, flo
   if constexpr (sizeof(Out) == 1) *reinterpret_cast<uint32*>(out) = a | b << 16;
   else *reinterpret_cast<uint2*>(out) = {a, b};
 }
+
 // ---- attention/team --------------------------------------------------------
 // Four lanes have a pair each of four blocks; then each has a block, in the order of the lanes.
 __device__ __forceinline__ void exchange(uint32 (&w)[4], int c) {
@@ -1752,6 +1757,7 @@ template <class Config> struct Team {
     }
   }
 };
+
 // ---- attention/parts -------------------------------------------------------
 // Items that are divided along their tokens: each warp leaves what it has of its 16 rows in the workspace, and the last
 // one to arrive adds up all parts in the order of the tokens. Of what the workspace holds, a launch reads only what it
@@ -1853,6 +1859,7 @@ template <class Config> struct Parts {
     return true;
   }
 };
+
 // ---- spec ------------------------------------------------------------------
 using Query = bf16;
 using Out   = bf16;
