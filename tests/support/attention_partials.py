@@ -90,9 +90,9 @@ USES: dict[str, tuple[str, str]] = {
         "sm_80",
         REQUEST
         + "template <class State> __device__ void use(State& state, const Operands& p, typename State::Logits& x) {\n"
-        "  const uint32 there[2] = {1, 2};\n  const TiledRequest<32, 8, 2> r = {};\n"
+        "  const uint32 there[2] = {1, 2};\n  const TiledRequest<32, 8, 2> r = {};\n  const NoMask mask;\n"
         "  state.clear(), state.cap(1, x, state.scales), state.close();\n"
-        "  state.hide(x, 1, [&](int n, int i) { return Seen<64>(p, r, n + i, true, NoMask(p, r, 1), 3, there); });\n"
+        "  state.hide(x, 1, [&](int n, int i) { return Seen(p, r, n + i, true, mask, 3, there); });\n"
         "  if (state.refer(x, State::Scales::ones())) state.move();\n  state.weigh(0, x[0][0]);\n}\n"
         "struct Down : Softmax<1, 64, 128, false> { Scales scales; };\n"
         "struct Across : Softmax<2, 64, 128, true> { Scales scales; };\n"
@@ -110,7 +110,7 @@ USES: dict[str, tuple[str, str]] = {
         "sm_80",
         REQUEST + "__global__ void run(const Operands& p, const TiledRequest<32, 8, 2>& r, int* to) {\n"
         "  const uint32 there[4] = {1, 2, 3, 4};\n  const TokenMask mask(p, r, 1);\n"
-        "  *to = Seen<128>(p, r, 1, true, mask, 3, there).first + mask.end_for_all(p, r, 5);\n}\n",
+        "  *to = Seen(p, r, 1, true, mask, 3, there).bits(2) + mask.end_for_all(p, r, 5);\n}\n",
     ),
     "attention/items.cuh.j2": ("sm_90a", WGMMA + "template struct Work<Config>;\n"),
     "attention/expand.cuh.j2": (
