@@ -39,7 +39,6 @@ _TEAM_ROWS = 64
 _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
 _LEAST_REGISTERS = 56  # of a producer: one of them finds the items
-_UNIFORM_COLUMNS = 128  # of queries, whose descriptors fit in uniform registers
 _PRODUCT_REGISTERS = 30  # of the largest product, beside its sums
 _SHARED_BYTES = shared_bytes_with("has_wgmma")  # of a CTA
 _BARRIER_BYTES = 8
@@ -104,11 +103,11 @@ class WgmmaSpec(KernelSpec):
 
     masked = False  # no mask of the caller's
     item_bytes = 64
-    work_registers = 32  # of a consumer, beside outputs, scores and weights
+    work_registers = 24  # of a consumer, beside outputs, scores and weights
     other_registers = 44  # of a producer, beside what is on its way
 
     def __post_init__(self) -> None:
-        fields = (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4)), ("ctas", (1, 2)))
+        fields = (("teams", (2, 3, 4)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4)), ("ctas", (1, 2)))
         for name, allowed in fields:
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
@@ -130,7 +129,7 @@ class WgmmaSpec(KernelSpec):
     @property
     def tile_warps(self) -> int:
         """That expand a tile of K or V."""
-        return 4 if self.cache.bits == 16 else self.tile // 32
+        return self.tile // 32
 
     @property
     def sides(self) -> int:
@@ -159,16 +158,6 @@ class WgmmaSpec(KernelSpec):
     def sums(self) -> int:
         """Registers of a consumer that hold outputs, scores and weights."""
         return self.width // 2 + self.tile // 2 + self.tile // 4
-
-    @property
-    def spare_registers(self) -> int:
-        """Registers that a consumer needs beside its sums.
-
-        Where teams take turns or CTAs share the expansion, the compiler keeps the descriptors of a team's queries, one
-        for each 16 columns. Those beyond the uniform registers take three of each thread, with what they displace.
-        """
-        kept = max(0, self.width - _UNIFORM_COLUMNS) // 16 if self.turns or self.ctas > 1 else 0
-        return self.work_registers + 3 * kept
 
     @property
     def shared_bytes(self) -> int:
@@ -206,10 +195,8 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch, kind: type[WgmmaS
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
     spec = specialise(problem, tactic, kind)
-    if spec.ctas > 1 and spec.cache.bits == 16:
-        return "16-bit floats are copied: there is no expansion to share"
-    if spec.sums + spec.spare_registers > spec.consumer_registers:
-        needed = f"{spec.sums} for outputs, scores and weights, {spec.spare_registers} for the rest"
+    if spec.sums + spec.work_registers > spec.consumer_registers:
+        needed = f"{spec.sums} for outputs, scores and weights, {spec.work_registers} for the rest"
         return f"a thread has {spec.consumer_registers} registers, and needs {needed}"
     if spec.width // 2 + _PRODUCT_REGISTERS > spec.launch_registers:
         return f"one product has {spec.width // 2} sums, and a launch gives a thread {spec.launch_registers} registers"
