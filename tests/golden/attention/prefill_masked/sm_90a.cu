@@ -680,20 +680,25 @@ struct NoMask {
   }
 };
 
-// What a query sees of the kTile tokens from `start` on: those from `first` to before `end` whose bits are 1.
-template <int kTile> struct Seen {
-  static constexpr int kWords = (kTile + 31) / 32;
-  int    first, end;
-  uint32 bits[kWords];
+// Bits of words that are below bit n
+__device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
 
-  // Bits of `there` tell the tokens that have a page.
-  template <class Operands, class Request, class Mask>
+// What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
+template <class Operands, class Mask, int kWords> struct Seen {
+  const Operands& p;
+  const Mask&     mask;
+  const uint32  (&there)[kWords];
+  int  query, start;
+  Span span;
+
+  template <class Request>
   __device__ __forceinline__ Seen(const Operands& p, const Request& r, int query, bool causal, const Mask& mask,
-                                  int start, const uint32 (&there)[kWords]) {
-    const Span span(p, r, query, causal);
-    first = span.first - start, end = span.end - start;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) bits[w] = there[w] & mask.bits(p, min(query, r.q_len - 1), start + 32 * w);
+                                  int start, const uint32 (&there)[kWords])
+      : p(p), mask(mask), there(there), query(min(query, r.q_len - 1)), start(start), span(p, r, query, causal) {}
+
+  __device__ __forceinline__ uint32 bits(int w) const {
+    const int at = start + 32 * w;
+    return there[w] & mask.bits(p, query, at) & bits_below(span.end - at) & ~bits_below(span.first - at);
   }
 };
 
@@ -1077,19 +1082,20 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
 
   // Makes products of tokens that their row does not see -inf. seen(n, i) is what row i of block n sees of the tile.
   template <class F> __device__ __forceinline__ static void hide(Logits& x, int lane, F seen) {
+    constexpr int kWordFours = kColumns ? 2 : 4;  // of 32 tokens
     const int own = kColumns ? lane / 4 : lane % 4 * 2;  // a lane's first token
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
+      const auto upper = seen(n, 0), lower = seen(n, 1);
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const Seen<kTile> of_row = seen(n, row);
+      for (int w = 0; w * kWordFours < kFours; ++w) {
+        const uint32 bits[2] = {upper.bits(w) >> own, lower.bits(w) >> own};
 #pragma unroll
-        for (int u = 0; u < 2 * kFours; ++u) {
-          const int  i     = kColumns ? u % 2 * 2 + row : 2 * row + u % 2;
-          const int  token = kColumns ? u * 8 : u / 2 * 8 + u % 2;  // behind its own
-          const bool there = of_row.bits[token / 32] >> own >> token % 32 & 1;
-          if (!there || token < of_row.first - own || token >= of_row.end - own) {
-            x[n][u / 2][i] = __uint_as_float(0xFF800000u);
+        for (int u = 0; u < kWordFours && w * kWordFours + u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int token = kColumns ? 16 * u + i / 2 * 8 : 8 * u + i % 2;
+            if (!(bits[row_of(i)] >> token & 1)) x[n][w * kWordFours + u][i] = __uint_as_float(0xFF800000u);
           }
         }
       }
@@ -1349,7 +1355,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
   if (partial || !whole) {
     State::hide(x, lane, [&](int n, int i) {
       const int query = row_of<kParts>(block, n, i) / p.group;
-      return Seen<kTile>(p, block.request, query, p.causal, block.mask(), start, present);
+      return Seen(p, block.request, query, p.causal, block.mask(), start, present);
     });
   }
   if (state.refer(x, kSoftCap ? Scales::ones() : scales)) state.move();

@@ -639,20 +639,25 @@ struct NoMask {
   }
 };
 
-// What a query sees of the kTile tokens from `start` on: those from `first` to before `end` whose bits are 1.
-template <int kTile> struct Seen {
-  static constexpr int kWords = (kTile + 31) / 32;
-  int    first, end;
-  uint32 bits[kWords];
+// Bits of words that are below bit n
+__device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
 
-  // Bits of `there` tell the tokens that have a page.
-  template <class Operands, class Request, class Mask>
+// What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
+template <class Operands, class Mask, int kWords> struct Seen {
+  const Operands& p;
+  const Mask&     mask;
+  const uint32  (&there)[kWords];
+  int  query, start;
+  Span span;
+
+  template <class Request>
   __device__ __forceinline__ Seen(const Operands& p, const Request& r, int query, bool causal, const Mask& mask,
-                                  int start, const uint32 (&there)[kWords]) {
-    const Span span(p, r, query, causal);
-    first = span.first - start, end = span.end - start;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) bits[w] = there[w] & mask.bits(p, min(query, r.q_len - 1), start + 32 * w);
+                                  int start, const uint32 (&there)[kWords])
+      : p(p), mask(mask), there(there), query(min(query, r.q_len - 1)), start(start), span(p, r, query, causal) {}
+
+  __device__ __forceinline__ uint32 bits(int w) const {
+    const int at = start + 32 * w;
+    return there[w] & mask.bits(p, query, at) & bits_below(span.end - at) & ~bits_below(span.first - at);
   }
 };
 
@@ -727,19 +732,20 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
 
   // Makes products of tokens that their row does not see -inf. seen(n, i) is what row i of block n sees of the tile.
   template <class F> __device__ __forceinline__ static void hide(Logits& x, int lane, F seen) {
+    constexpr int kWordFours = kColumns ? 2 : 4;  // of 32 tokens
     const int own = kColumns ? lane / 4 : lane % 4 * 2;  // a lane's first token
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
+      const auto upper = seen(n, 0), lower = seen(n, 1);
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const Seen<kTile> of_row = seen(n, row);
+      for (int w = 0; w * kWordFours < kFours; ++w) {
+        const uint32 bits[2] = {upper.bits(w) >> own, lower.bits(w) >> own};
 #pragma unroll
-        for (int u = 0; u < 2 * kFours; ++u) {
-          const int  i     = kColumns ? u % 2 * 2 + row : 2 * row + u % 2;
-          const int  token = kColumns ? u * 8 : u / 2 * 8 + u % 2;  // behind its own
-          const bool there = of_row.bits[token / 32] >> own >> token % 32 & 1;
-          if (!there || token < of_row.first - own || token >= of_row.end - own) {
-            x[n][u / 2][i] = __uint_as_float(0xFF800000u);
+        for (int u = 0; u < kWordFours && w * kWordFours + u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int token = kColumns ? 16 * u + i / 2 * 8 : 8 * u + i % 2;
+            if (!(bits[row_of(i)] >> token & 1)) x[n][w * kWordFours + u][i] = __uint_as_float(0xFF800000u);
           }
         }
       }
@@ -1584,10 +1590,10 @@ template <class Config> struct Team {
   using Query    = typename Config::Query;
   using Out      = typename Config::Out;
   using Mma      = typename Config::Mma;
+  using Mask     = typename Config::Mask;
   using Item     = typename Work<Config>::Item;
   static constexpr int   kHeadDim = Config::kHeadDim, kWidth = Config::kWidth, kTile = Config::kTile;
   static constexpr int   kTeamRows = Config::kTeamRows, kWarps = Config::kWarps;
-  static constexpr int   kOwnTokens = Expansion<Config>::kOwnTokens;
   static constexpr bool  kIsNvfp4 = Expansion<Config>::kIsNvfp4;
   static constexpr float kUnit = Expansion<Config>::kUnit;
 
@@ -1599,7 +1605,7 @@ template <class Config> struct Team {
 
   // Which tokens of a tile have no page
   struct Absent {
-    uint32 words[kWarps];  // of kOwnTokens
+    uint32 words[kWarps];
 
     __device__ __forceinline__ explicit Absent(const uint32* from) {
 #pragma unroll
@@ -1612,14 +1618,9 @@ template <class Config> struct Team {
       return all != 0;
     }
     // A bit for each token that has a page
-    __device__ __forceinline__ void complement(uint32 (&there)[Seen<kTile>::kWords]) const {
-      constexpr int kOf = 32 / kOwnTokens;
+    __device__ __forceinline__ void complement(uint32 (&there)[kWarps]) const {
 #pragma unroll
-      for (int w = 0; w < Seen<kTile>::kWords; ++w) {
-        there[w] = ~0u;
-#pragma unroll
-        for (int i = 0; i < kOf; ++i) there[w] ^= words[w * kOf + i] << i * kOwnTokens % 32;
-      }
+      for (int i = 0; i < kWarps; ++i) there[i] = ~words[i];
     }
   };
 
@@ -1646,10 +1647,10 @@ template <class Config> struct Team {
     __device__ __forceinline__ void mask(
         const Operands& p, const Item& item, int start, const Absent& absent, typename State::Logits& s) const {
       const int lane = ptx::thread_index() % kWarp, row = first_row(item) + lane / 4;
-      uint32 there[Seen<kTile>::kWords];
+      uint32 there[kWarps];
       absent.complement(there);
       State::hide(s, lane, [&](int, int i) {
-        return Seen<kTile>(p, item.request, (row + 8 * i) / p.group, p.causal, item, start, there);
+        return Seen(p, item.request, (row + 8 * i) / p.group, p.causal, static_cast<const Mask&>(item), start, there);
       });
     }
 
@@ -1948,7 +1949,7 @@ struct Config {
 
   // A group of producer warps takes a tile of K or V. Groups have one of the two, and its tiles in turn, if there are
   // enough of them.
-  static constexpr int kWarps  = kCacheBits == 16 ? 4 : kTile / 32;  // of a group
+  static constexpr int kWarps  = kTile / 32;  // of a group
   static constexpr int kGroups = kProducers * 4 / kWarps;
   static constexpr int kSides  = kClusterCtas == 1 ? 2 : 1;  // that a CTA expands
   static constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
@@ -1973,7 +1974,7 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
 };
 static_assert(sizeof(Shared) == 100352, "the launch counts on it");
 
-enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
+enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 5 };  // one for each team
 
 // ---- producers -------------------------------------------------------------
 // K or V of one tile after the other, by one group of warps.
