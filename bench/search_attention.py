@@ -49,15 +49,13 @@ WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
         )
     ),
     256: tuple(WgmmaTactic(2, 1, 64, 2, turns, ctas) for turns in (False, True) for ctas in (1, 2)),
-    128: tuple(
-        PrefillTactic(*fields)
-        for fields in (
-            *((4, 16, 64, 2), (8, 16, 64, 1), (4, 32, 64, 1), (4, 32, 64, 2), (4, 32, 32, 2)),
-            *((8, 32, 32, 1), (8, 32, 64, 1)),
-        )
+    128: (
+        *(WgmmaTactic(3, 1, 64, stages, True, ctas) for stages in (3, 4) for ctas in (1, 2)),
+        *(PrefillTactic(4, *cut) for cut in ((16, 64, 2), (32, 64, 1), (32, 64, 2), (32, 32, 2))),
+        *(PrefillTactic(8, *cut) for cut in ((16, 64, 1), (32, 32, 1), (32, 64, 1))),
     ),
 }
-"""By head dimension: of the kernel of mma.sync for 128."""
+"""By head dimension."""
 SIDES = {
     ("nvfp4", "HND", 64): (
         *((12, 3, 1), (12, 2, 1), (8, 3, 1), (8, 2, 1), (4, 2, 1), (8, 2, 2), (6, 3, 2), (6, 2, 2), (4, 3, 3)),
@@ -126,7 +124,7 @@ def measure_prefill(pool: Pool) -> Iterator[dict[str, object]]:
 
 
 def measure_widths(pool: Pool) -> Iterator[dict[str, object]]:
-    """Tactics for many query rows of other head dimensions, and of mma.sync, with cuDNN where all tokens are new."""
+    """Tactics for many query rows by head dimension, those of mma.sync too, and cuDNN where all tokens are new."""
     for head_dim, tactics in WIDTHS.items():
         for sizes, cache in itertools.product(WIDTH_CELLS[: 1 if head_dim == HEAD_DIM else None], CACHES):
             batch, q_len, context = sizes
