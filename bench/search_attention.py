@@ -48,7 +48,10 @@ WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
             *((3, 2, 64, 4, True, 1), (3, 2, 64, 4, True, 2), (4, 1, 64, 4, True, 1), (4, 1, 64, 4, True, 2)),
         )
     ),
-    256: tuple(WgmmaTactic(2, 1, 64, 2, turns, ctas) for turns in (False, True) for ctas in (1, 2)),
+    256: (
+        PrefillTactic(8, 16, 32, 1),
+        *(WgmmaTactic(2, 1, 64, 2, turns, ctas) for turns in (False, True) for ctas in (1, 2)),
+    ),
     128: (
         *(WgmmaTactic(3, 1, 64, stages, True, ctas) for stages in (3, 4) for ctas in (1, 2)),
         *(PrefillTactic(4, *cut) for cut in ((16, 64, 2), (32, 64, 1), (32, 64, 2), (32, 32, 2))),

@@ -155,6 +155,35 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
             "with_sinks": True,
         },
     ),
+    # Two lanes share a row.
+    "pairs_e4m3_d_256": (
+        WgmmaTactic(tile=64, turns=True, ctas=2),
+        _ONE
+        | {
+            "cache": torch.float8_e4m3fn,
+            "head_dim": 256,
+            "lengths": (150, 5),
+            "q_lens": (70, 9),
+            "page": 12,
+            "missing": ((0, 0, 1, -1),),
+        },
+    ),
+    "pairs_interleaved_d_256": (
+        WgmmaTactic(tile=64, ctas=2),
+        _ONE
+        | {
+            "head_dim": 256,
+            "lengths": (150, 5),
+            "q_lens": (70, 9),
+            "v_scale_layout": "interleaved4",
+            "missing": ((0, 0, 1, -1),),
+            "window_left": 90,
+        },
+    ),
+    "pairs_d_192": (
+        WgmmaTactic(tile=64, ctas=2),
+        _ONE | {"head_dim": 192, "lengths": (150,), "q_lens": (70,), "page": 5, "missing": ((0, 0, 1, -1),)},
+    ),
     "four_teams_d_64": (
         WgmmaTactic(4, 1, 64, 4, turns=True),
         _ONE | {"head_dim": 64, "lengths": (150, 20), "q_lens": (70, 9), "page": 12, "window_left": 60},

@@ -128,8 +128,13 @@ class WgmmaSpec(KernelSpec):
 
     @property
     def tile_warps(self) -> int:
-        """That expand a tile of K or V."""
-        return self.tile // 32
+        """That expand a tile of K or V: all of a CTA's where they have one of the two, and its rows are long."""
+        return self.tile // (16 if self.shares_rows else 32)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether two lanes share a row that they expand, so that registers hold a tile's next."""
+        return self.ctas > 1 and self.width > 128 and self.cache.bits < 16 and self.tile == 64
 
     @property
     def sides(self) -> int:
@@ -141,7 +146,8 @@ class WgmmaSpec(KernelSpec):
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
         units = self.width * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {CacheFormat.NVFP4: 5, CacheFormat.E4M3: 4}.get(self.cache, 0)
-        return max(_LEAST_REGISTERS, round_up(self.other_registers + units * unit * self.sides, 8))
+        own = units * unit * self.sides // (2 if self.shares_rows else 1)
+        return max(_LEAST_REGISTERS, round_up(self.other_registers + own, 8))
 
     @property
     def launch_registers(self) -> int:

@@ -1290,7 +1290,7 @@ template <class Config> struct Expansion {
   static constexpr bool kIsNvfp4 = kCacheBits == 4, kIsHalf = kCacheBits == 16;
   static constexpr int  kUnits     = (kRowBytes + 15) / 16;  // of a row
   static constexpr int  kOwnTokens = kTile / kWarps;
-  static constexpr int  kAcross    = kIsHalf ? 4 : 1;        // lanes that share a row
+  static constexpr int  kAcross    = kIsHalf ? 4 : kWarp / kOwnTokens;  // lanes that share a row
   static constexpr int  kGroup     = kWarp / kAcross;        // tokens that a warp takes at a time
   static constexpr int  kLoads     = kOwnTokens / kGroup;
   static_assert(kLoads > 0 && kOwnTokens <= kWarp, "a lane has some tokens, and a word a bit for each of a warp");
@@ -1404,9 +1404,9 @@ template <class Config> struct Expansion {
       const bool   there = tile.has(p, 0);
       const uint8* from  = row(p, tile, base_, 0);
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
+      for (int i = 0; i < kOwnUnits; ++i) {
         if constexpr (!kIsNvfp4) bytes_[i] = {0, 0, 0, 0};  // of NVFP4, scales of zero suffice: codes are finite
-        if (there) bytes_[i] = load_unit(from, i);
+        if (there) bytes_[i] = load_unit(from, first_unit() + i * kAcross);
       }
       if constexpr (kIsNvfp4) {
 #pragma unroll
@@ -1417,16 +1417,16 @@ template <class Config> struct Expansion {
     // To where Raw::first_chunk() of the tile stands
     __device__ __forceinline__ void store(uint32 to) const {
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
+      for (int i = 0; i < kOwnUnits; ++i) {
         const uint32 words[4] = {bytes_[i].x, bytes_[i].y, bytes_[i].z, bytes_[i].w};
         uint32 two = 0;
         if constexpr (kIsNvfp4) two = decode_scales(scales_of(i));
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          if ((i * kChunks + c) * 8 >= kHeadDim) break;
+          if ((i * kAcross * kChunks + c) * 8 >= kHeadDim) break;
           const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
           const uint4  chunk = kIsNvfp4 ? expand_e2m1(words[c], scale) : expand_e4m3(words[2 * c], words[2 * c + 1]);
-          ptx::st_shared(chunk_at(to, i * kChunks + c, 0), chunk);
+          ptx::st_shared(chunk_at(to, i * kAcross * kChunks + c, 0), chunk);
         }
       }
     }
@@ -1447,14 +1447,16 @@ template <class Config> struct Expansion {
     }
     // Where a lane's first chunk stands in a tile
     __device__ __forceinline__ static uint32 first_chunk() {
-      const int token = Tile::first_of_lane(), chunk = first_unit();
+      const int token = Tile::first_of_lane(), chunk = first_unit() * kChunks;
       return chunk / 8 * kBlockBytes + token * 128 + ((chunk % 8 ^ token % 8) * 16);
     }
 
    private:
     static constexpr int  kChunks = 16 / kCacheBits;  // of 16 bytes that 16 bytes become
     static constexpr bool kByFour = kSide == kValues && kInterleaved;
-    static constexpr int  kScaleWords = kByFour ? 2 * kUnits : (kUnits + 1) / 2;
+    static constexpr int  kOwnUnits   = kUnits / kAcross;
+    static constexpr int  kScaleWords = kByFour ? 2 * kOwnUnits : (kUnits + 1) / 2;
+    static_assert(kIsHalf || kUnits % kAcross == 0, "lanes that share a row have as much of it");
 
     __device__ __forceinline__ static int first_unit() { return ptx::thread_index() % kWarp / 8 % kAcross; }
     __device__ __forceinline__ static const uint8* row(const Operands& p, const Tile& tile, const uint8* base, int i) {
@@ -1486,14 +1488,16 @@ template <class Config> struct Expansion {
       } else {
 #pragma unroll
         for (int i = 0; i < kScaleWords; ++i) {
-          const int at = 4 * i, row = slot / 4 * 4 + at / kScaleBytes;
+          const int block = 2 * (first_unit() + i / 2 * kAcross) + i % 2;
+          const int at = 4 * block, row = slot / 4 * 4 + at / kScaleBytes;
           scales_[i] = ptx::ld<uint32>(ptx::mad_wide(row, stride, page) + at % kScaleBytes);
         }
       }
     }
     // Of the two blocks of unit i
     __device__ __forceinline__ uint32 scales_of(int i) const {
-      if constexpr (!kByFour) return scales_[i / 2] >> i % 2 * 16;
+      if constexpr (!kByFour && kAcross == 1) return scales_[i / 2] >> i % 2 * 16;
+      if constexpr (!kByFour) return scales_[i] >> first_unit() * 16;
       return __byte_perm(scales_[2 * i], scales_[2 * i + 1], ptx::thread_index() % 4 * 0x11 + 0x40);
     }
     // Of a lane's load i
@@ -1503,7 +1507,7 @@ template <class Config> struct Expansion {
 
     int head_ = -1;
     const uint8 *base_, *scale_base_;  // of that head
-    uint4  bytes_[kUnits] = {};
+    uint4  bytes_[kIsHalf ? 1 : kOwnUnits] = {};
     uint32 scales_[kScaleWords];
   };
 };
@@ -1593,7 +1597,8 @@ template <class Config> struct Team {
   using Mask     = typename Config::Mask;
   using Item     = typename Work<Config>::Item;
   static constexpr int   kHeadDim = Config::kHeadDim, kWidth = Config::kWidth, kTile = Config::kTile;
-  static constexpr int   kTeamRows = Config::kTeamRows, kWarps = Config::kWarps;
+  static constexpr int   kTeamRows = Config::kTeamRows, kWarps = Config::kWarps, kWords = kTile / 32;
+  static constexpr int   kOwnTokens = Expansion<Config>::kOwnTokens;
   static constexpr bool  kIsNvfp4 = Expansion<Config>::kIsNvfp4;
   static constexpr float kUnit = Expansion<Config>::kUnit;
 
@@ -1605,7 +1610,7 @@ template <class Config> struct Team {
 
   // Which tokens of a tile have no page
   struct Absent {
-    uint32 words[kWarps];
+    uint32 words[kWarps];  // of kOwnTokens
 
     __device__ __forceinline__ explicit Absent(const uint32* from) {
 #pragma unroll
@@ -1618,9 +1623,14 @@ template <class Config> struct Team {
       return all != 0;
     }
     // A bit for each token that has a page
-    __device__ __forceinline__ void complement(uint32 (&there)[kWarps]) const {
+    __device__ __forceinline__ void complement(uint32 (&there)[kWords]) const {
+      constexpr int kOf = 32 / kOwnTokens;
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) there[i] = ~words[i];
+      for (int w = 0; w < kWords; ++w) {
+        there[w] = ~words[w * kOf];
+#pragma unroll
+        for (int i = 1; i < kOf; ++i) there[w] ^= words[w * kOf + i] << i * kOwnTokens;
+      }
     }
   };
 
@@ -1647,7 +1657,7 @@ template <class Config> struct Team {
     __device__ __forceinline__ void mask(
         const Operands& p, const Item& item, int start, const Absent& absent, typename State::Logits& s) const {
       const int lane = ptx::thread_index() % kWarp, row = first_row(item) + lane / 4;
-      uint32 there[kWarps];
+      uint32 there[kWords];
       absent.complement(there);
       State::hide(s, lane, [&](int, int i) {
         return Seen(p, item.request, (row + 8 * i) / p.group, p.causal, static_cast<const Mask&>(item), start, there);
@@ -1949,7 +1959,7 @@ struct Config {
 
   // A group of producer warps takes a tile of K or V. Groups have one of the two, and its tiles in turn, if there are
   // enough of them.
-  static constexpr int kWarps  = kTile / 32;  // of a group
+  static constexpr int kWarps  = 2;  // of a group
   static constexpr int kGroups = kProducers * 4 / kWarps;
   static constexpr int kSides  = kClusterCtas == 1 ? 2 : 1;  // that a CTA expands
   static constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
