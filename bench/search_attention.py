@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.bench_attention import CACHES, HEAD_DIM, Case, Pool
+from bench.bench_attention import CACHES, Case, Pool
 from bench.bench_prefill import POOL_BYTES as PREFILL_POOL_BYTES
 from bench.bench_prefill import Cell, call, cells, time_cudnn
 from bench.harness import write_results
@@ -38,27 +38,25 @@ MOST_TILES = 16  # of a warp, of an item that a cluster takes: others take long
 POOL_BYTES = 6 << 30
 PREFILL_CELLS = {"HND": (4096, 2048, 1024, 512, 128, 16), "NHD": (2048, 128, 16)}  # new tokens
 PREFILL_REPLAYS = 5
-WIDTH_CELLS = ((4, 4096, 4096), (1, 1024, 1024), (1, 16, 8192), (1, 128, 32768))  # requests, new tokens, contexts
+WIDTH_CELLS = {64: ((4, 4096), (1, 1024), (1, 128, 32768)), 256: ((4, 4096), (1, 128, 32768)), 128: ((4, 4096),)}
+"""Requests, new tokens, and contexts where they are longer, by head dimension."""
 WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
-    64: tuple(
-        WgmmaTactic(*fields)
-        for fields in (
-            *((2, 1, 128, 4, True, 1), (2, 1, 128, 3, True, 2), (2, 2, 128, 2, True, 1)),
-            *((3, 1, 64, 3, True, 1), (3, 1, 64, 4, True, 1), (3, 1, 64, 4, True, 2)),
-            *((3, 2, 64, 4, True, 1), (3, 2, 64, 4, True, 2), (4, 1, 64, 4, True, 1), (4, 1, 64, 4, True, 2)),
-        )
+    64: (
+        WgmmaTactic(2, 1, 128, 4, True),
+        *(WgmmaTactic(3, 1, 64, stages, True) for stages in (3, 4)),
+        *(WgmmaTactic(3, producers, 64, 4, True, 2) for producers in (1, 2)),
+        *(WgmmaTactic(4, 1, 64, 4, True, ctas) for ctas in (1, 2)),
     ),
     256: (
         PrefillTactic(8, 16, 32, 1),
-        *(WgmmaTactic(2, 1, 64, 2, turns, ctas) for turns in (False, True) for ctas in (1, 2)),
+        *(WgmmaTactic(2, 1, 64, 2, *cut) for cut in ((False, 1), (False, 2), (True, 2))),
     ),
     128: (
-        *(WgmmaTactic(3, 1, 64, stages, True, ctas) for stages in (3, 4) for ctas in (1, 2)),
-        *(PrefillTactic(4, *cut) for cut in ((16, 64, 2), (32, 64, 1), (32, 64, 2), (32, 32, 2))),
+        *(WgmmaTactic(3, 1, 64, *cut) for cut in ((3, True), (3, True, 2), (4, True, 2))),
+        *(PrefillTactic(4, 32, *cut) for cut in ((64, 1), (32, 2))),
         *(PrefillTactic(8, *cut) for cut in ((16, 64, 1), (32, 32, 1), (32, 64, 1))),
     ),
 }
-"""By head dimension."""
 SIDES = {
     ("nvfp4", "HND", 64): (
         *((12, 3, 1), (12, 2, 1), (8, 3, 1), (8, 2, 1), (4, 2, 1), (8, 2, 2), (6, 3, 2), (6, 2, 2), (4, 3, 3)),
@@ -129,9 +127,8 @@ def measure_prefill(pool: Pool) -> Iterator[dict[str, object]]:
 def measure_widths(pool: Pool) -> Iterator[dict[str, object]]:
     """Tactics for many query rows by head dimension, those of mma.sync too, and cuDNN where all tokens are new."""
     for head_dim, tactics in WIDTHS.items():
-        for sizes, cache in itertools.product(WIDTH_CELLS[: 1 if head_dim == HEAD_DIM else None], CACHES):
-            batch, q_len, context = sizes
-            cell = Cell(Case(cache, 64, 8, "HND", 64, batch, context), q_len, head_dim)
+        for (batch, q_len, *context), cache in itertools.product(WIDTH_CELLS[head_dim], CACHES):
+            cell = Cell(Case(cache, 64, 8, "HND", 64, batch, *(context or [q_len])), q_len, head_dim)
             peer = time_cudnn(cell) if cache == "bf16" else None
             for tactic in tactics:
                 try:

@@ -2068,6 +2068,11 @@ __device__ __forceinline__ bool comes_last(uint32* counter, int line, int others
 
 // Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other
 // warps need not wait for that.
+//
+//   others    put, arrive kUnsettled | all tiles of the next segment                              | sync kSettled, put
+//   settlers  put | first of these   | sync kUnsettled | sums, outputs | arrive kSettled | others | put
+//
+// Settlers also wait for each other, kAmongSettlers, before one of them puts its next part.
 constexpr int kSettlers = kWarps < 4 ? 0 : kWarps < 8 ? 2 : kWarps / 3, kFirstSettler = kWarps - kSettlers;
 enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
 

@@ -269,12 +269,6 @@ __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return
 // ---- attention/cluster_copies ----------------------------------------------
 // Writes to shared memory of another CTA of the cluster, and arrivals at its barriers.
 namespace ptx {
-// The place in the CTA `rank` that an address of this CTA's shared memory has in this one.
-__device__ __forceinline__ uint32 map_shared(uint32 address, uint32 rank) {
-  uint32 a;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(address), "r"(rank));
-  return a;
-}
 __device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
 }
@@ -956,10 +950,10 @@ template <class Config> struct Work {
         ptx::mbarrier_arrive(&places_.known[at]);
         if constexpr (kClusterCtas == 2) {
           const uint32 from = ptx::shared_address(&places_.items[at]);
-          const uint32 known = ptx::map_shared(ptx::shared_address(&places_.known[at]), 1);
+          const uint32 known = ptx::cluster_address(&places_.known[at], 1);
           ptx::fence_proxy_async();
           ptx::mbarrier_arrive_expect_at(known, sizeof(Item));
-          ptx::copy_shared(ptx::map_shared(from, 1), from, sizeof(Item), known);
+          ptx::copy_shared(ptx::cluster_address(&places_.items[at], 1), from, sizeof(Item), known);
         }
       }
     }
@@ -2020,15 +2014,15 @@ template <Side kSide> class Producer {
   // The same to the other CTA of the cluster
   __device__ __forceinline__ void share(const Stage& stage, const uint32* absent) {
     constexpr uint32 kOther = 1 - kSide, kBytes = Expansion<Config>::kOwnTokens * 128;
-    const uint32 full = ptx::map_shared(ptx::shared_address(&shared_.full[kSide][stage.slot]), kOther);
-    const uint32 from = ptx::shared_address(shared_.tiles[kSide][stage.slot]) + own_ * 128;
-    const uint32 to   = ptx::map_shared(from, kOther);
+    const uint32 full = ptx::cluster_address(&shared_.full[kSide][stage.slot], kOther);
+    const uint8* tile = shared_.tiles[kSide][stage.slot] + own_ * 128;
+    const uint32 from = ptx::shared_address(tile), to = ptx::cluster_address(tile, kOther);
     ptx::mbarrier_arrive_expect_at(full, Config::kBlocks * kBytes + (kSide == kKeys ? sizeof(absent_) : 0));
 #pragma unroll
     for (int i = 0; i < Config::kBlocks; ++i) {
       ptx::copy_shared(to + i * Config::kBlockBytes, from + i * Config::kBlockBytes, kBytes, full);
     }
-    if constexpr (kSide == kKeys) ptx::st_async(ptx::map_shared(ptx::shared_address(absent), kOther), absent_, full);
+    if constexpr (kSide == kKeys) ptx::st_async(ptx::cluster_address(absent, kOther), absent_, full);
   }
   // A slot that everybody is through with: where this lane stores to
   __device__ __forceinline__ uint32 take(const Stage& stage) const {
@@ -2115,7 +2109,7 @@ struct Consumer {
     if (threadIdx.x % kWarp == 0) {
       Barrier* const empty = &shared.empty[side][stage.slot];
       if constexpr (Config::kClusterCtas == 1) ptx::mbarrier_arrive(empty);
-      else ptx::mbarrier_arrive_at(ptx::map_shared(ptx::shared_address(empty), side));  // who expands it
+      else ptx::mbarrier_arrive_at(ptx::cluster_address(empty, side));  // who expands it
     }
     stage.advance();
   }
