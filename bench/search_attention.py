@@ -43,9 +43,7 @@ WIDTH_CELLS = {64: ((4, 4096), (1, 1024), (1, 128, 32768)), 256: ((4, 4096), (1,
 WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
     64: (
         WgmmaTactic(2, 1, 128, 4, True),
-        *(WgmmaTactic(3, 1, 64, stages, True) for stages in (3, 4)),
-        *(WgmmaTactic(3, producers, 64, 4, True, 2) for producers in (1, 2)),
-        *(WgmmaTactic(4, 1, 64, 4, True, ctas) for ctas in (1, 2)),
+        *(WgmmaTactic(3, 1, 64, *cut) for cut in ((3, True), (4, True), (4, True, 2))),
     ),
     256: (
         PrefillTactic(8, 16, 32, 1),
@@ -53,10 +51,10 @@ WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
     ),
     128: (
         *(WgmmaTactic(3, 1, 64, *cut) for cut in ((3, True), (3, True, 2), (4, True, 2))),
-        *(PrefillTactic(4, 32, *cut) for cut in ((64, 1), (32, 2))),
-        *(PrefillTactic(8, *cut) for cut in ((16, 64, 1), (32, 32, 1), (32, 64, 1))),
+        PrefillTactic(8, 16, 64, 1),
     ),
 }
+"""By head dimension."""
 SIDES = {
     ("nvfp4", "HND", 64): (
         *((12, 3, 1), (12, 2, 1), (8, 3, 1), (8, 2, 1), (4, 2, 1), (8, 2, 2), (6, 3, 2), (6, 2, 2), (4, 3, 3)),

@@ -184,8 +184,8 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
         WgmmaTactic(tile=64, ctas=2),
         _ONE | {"head_dim": 192, "lengths": (150,), "q_lens": (70,), "page": 5, "missing": ((0, 0, 1, -1),)},
     ),
-    "four_teams_d_64": (
-        WgmmaTactic(4, 1, 64, 4, turns=True),
+    "d_64_three_teams": (
+        WgmmaTactic(3, 1, 64, 4, turns=True),
         _ONE | {"head_dim": 64, "lengths": (150, 20), "q_lens": (70, 9), "page": 12, "window_left": 60},
     ),
     "scattered": (WgmmaTactic(turns=True), SCATTERED | {"lengths": (250,), "q_lens": (130,), "group": 1}),
@@ -293,7 +293,7 @@ def test_the_most_registers_suffice() -> None:
     assert not [line for line in code if line.startswith(("LDL", "STL"))]
 
 
-CUTS = [WgmmaTactic(*cut) for cut in itertools.product((2, 3, 4), (1, 2), TILES, (2,), (False, True), (1, 2))]
+CUTS = [WgmmaTactic(*cut) for cut in itertools.product((2, 3), (1, 2), TILES, (2,), (False, True), (1, 2))]
 PROBLEMS = [problem(cache, head_dim=head_dim) for cache in CacheFormat for head_dim in HEAD_DIMS]
 
 
@@ -307,8 +307,8 @@ PROBLEMS = [problem(cache, head_dim=head_dim) for cache in CacheFormat for head_
 def test_what_is_not_rejected_stays_in_registers(asked: Problem, tactic: WgmmaTactic) -> None:
     source = KERNEL_WGMMA.render(specialise(asked, tactic), SM_90A)
     code = disassemble(nvrtc.compile_cubin(source, SM_90A, symbol=KERNEL_WGMMA.symbol))
-    # A producer also finds the items, and may keep some registers of that in memory.
-    assert len([line for line in code if line.startswith(("LDL", "STL"))]) <= 16
+    # A producer also finds the items, and may keep six registers of that in memory.
+    assert len([line for line in code if line.startswith(("LDL", "STL"))]) <= 12
 
 
 def test_registers_are_shared_out() -> None:
@@ -332,7 +332,7 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "shared memory" in str(rejects(problem(), WgmmaTactic(stages=4), SM_90A))
 
 
-@pytest.mark.parametrize(("name", "value"), [("teams", 5), ("producers", 3), ("tile", 80), ("stages", 1), ("ctas", 3)])
+@pytest.mark.parametrize(("name", "value"), [("teams", 1), ("producers", 3), ("tile", 80), ("stages", 1), ("ctas", 3)])
 def test_impossible_cuts_name_the_field(name: str, value: int) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}:"):
         specialise(problem(), WgmmaTactic(**{name: value}))

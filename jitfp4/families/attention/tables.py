@@ -10,7 +10,7 @@ follow each other, four heads also share sectors of scales: two tiles leave room
 come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
-copies K and V. Two CTAs share the expansion of NVFP4 and E4M3. A few hundred rows are better cut into 128 than into
+copies K and V. Two CTAs share the expansion of NVFP4 and E4M3, and copies of rows of more than 128 elements. A few hundred rows are better cut into 128 than into
 192, of which more would be empty, and so is NVFP4 where requests are short. Rows for mma.sync have not been measured:
 they follow from registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half
 as often as 64; 32 rows of a warp read it half as often as 16.
@@ -39,6 +39,7 @@ from jitfp4.formats import DType
 from jitfp4.kernel import AnyKernel
 from jitfp4.selection import Row, Table, rows
 
+_DECODED = (CacheFormat.NVFP4, CacheFormat.E4M3)  # whose values become 16-bit floats
 _FEW_UNITS = 32  # for each SM
 _SOME_UNITS = 256
 _SHORT = 64  # tiles of a request
@@ -105,7 +106,9 @@ _ROWS: tuple[Row[Any], ...] = (
     *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
     # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
     *rows(
-        (WgmmaTactic(stages=4, turns=True), {"width": 64}),
+        (WgmmaTactic(stages=4, turns=True), {"width": 64, "rows": 2 * ROW_BLOCK}),
+        *((WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 64, "cache": cache}) for cache in _DECODED),
+        (WgmmaTactic(3, 1, 64, 4, turns=True), {"width": 64}),
         (WgmmaTactic(2, 1, 128, 2, turns=True), {"width": 128, "cache": CacheFormat.E4M3, "rows": 2 * ROW_BLOCK}),
         (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.E4M3, "rows": _SOME_ROWS}),
         (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.E4M3}),
@@ -118,7 +121,8 @@ _ROWS: tuple[Row[Any], ...] = (
         (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "cache": CacheFormat.NVFP4, "tiles": _FEW_TILES}),
         (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.NVFP4}),
         (WgmmaTactic(3, 1, 64, 3, turns=True), {"width": 128}),
-        (WgmmaTactic(tile=64), {}),
+        *((WgmmaTactic(tile=64, ctas=2), {"cache": cache}) for cache in _DECODED),
+        (WgmmaTactic(tile=64, turns=True, ctas=2), {}),
         rows=MANY_ROWS,
     ),
     # Many query rows, mma.sync: by model, not measured

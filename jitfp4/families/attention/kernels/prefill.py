@@ -15,7 +15,7 @@ from jitfp4.layouts import round_up
 from jitfp4.spec import I64, Geometry, KernelSpec
 
 _WARP = 32
-_MOST_SUMS = 192  # of the 255 registers of a thread: sums of outputs, and scores
+_MOST_SUMS = 144  # of the 255 registers of a thread: sums of outputs, and scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ TACTICS = tuple(
             WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
             WgmmaTactic(3, 1, 64, 3, turns=True),
             WgmmaTactic(tile=64),
+            *(WgmmaTactic(2, 1, 64, 2, turns, 2) for turns in (False, True)),
             *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
             *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
             *(WgmmaTactic(3, 1, 64, stages, True, 2) for stages in (3, 4)),
@@ -103,11 +104,11 @@ class WgmmaSpec(KernelSpec):
 
     masked = False  # no mask of the caller's
     item_bytes = 64
-    work_registers = 24  # of a consumer, beside outputs, scores and weights
+    work_registers = 32  # of a consumer, beside outputs, scores and weights
     other_registers = 44  # of a producer, beside what is on its way
 
     def __post_init__(self) -> None:
-        fields = (("teams", (2, 3, 4)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4)), ("ctas", (1, 2)))
+        fields = (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4)), ("ctas", (1, 2)))
         for name, allowed in fields:
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
