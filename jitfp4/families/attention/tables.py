@@ -10,10 +10,10 @@ follow each other, four heads also share sectors of scales: two tiles leave room
 come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
-copies K and V. Two CTAs share the expansion of NVFP4 and E4M3, and copies of rows of more than 128 elements. A few hundred rows are better cut into 128 than into
-192, of which more would be empty, and so is NVFP4 where requests are short. Rows for mma.sync have not been measured:
-they follow from registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half
-as often as 64; 32 rows of a warp read it half as often as 16.
+copies K and V. Two CTAs share the expansion of NVFP4 and E4M3, and copies of rows of more than 128 elements. A few
+hundred rows are better cut into 128 than into 192, of which more would be empty, and so is NVFP4 where requests are
+short. Rows for mma.sync have not been measured: they follow from registers, shared memory, and the products of a tile
+for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16.
 """
 
 from __future__ import annotations
@@ -200,8 +200,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, head_dim=256)
-    yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=64)
-    yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=256, cache=CacheFormat.BF16)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=64)
+    for cache, head_dim in itertools.product(CacheFormat, (64, 256)):
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=head_dim, cache=cache)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, packed=False)
     for cache, rows_ in itertools.product(CacheFormat, (2 * ROW_BLOCK, _SOME_ROWS, most)):
