@@ -1,6 +1,6 @@
 """Every tactic worth trying, on loads that tell tactics apart: the tables of attention follow from the results.
 
-Run on a GPU: ``python -m bench.search_attention [--out DIR] [--only decode|prefill]``.
+Run on a GPU: ``python -m bench.search_attention [--out DIR] [--only decode|prefill|widths]``.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.bench_attention import Case, Pool
+from bench.bench_attention import CACHES, Case, Pool
 from bench.bench_prefill import POOL_BYTES as PREFILL_POOL_BYTES
-from bench.bench_prefill import call, cells
+from bench.bench_prefill import Cell, call, cells, time_cudnn
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import TILE
 from jitfp4.operation import Observed, observed
-from jitfp4.tuning import on_gpu, time_us
+from jitfp4.tuning import GRAPH_BYTES, on_gpu, time_us
 
 LOADS = (
     *((1, 1024), (1, 8192), (16, 1024), (64, 1024), (1, 131072), (16, 8192)),
@@ -36,6 +38,23 @@ MOST_TILES = 16  # of a warp, of an item that a cluster takes: others take long
 POOL_BYTES = 6 << 30
 PREFILL_CELLS = {"HND": (4096, 2048, 1024, 512, 128, 16), "NHD": (2048, 128, 16)}  # new tokens
 PREFILL_REPLAYS = 5
+WIDTH_CELLS = {64: ((4, 4096), (1, 1024), (1, 128, 32768)), 256: ((4, 4096), (1, 128, 32768)), 128: ((4, 4096),)}
+"""Requests, new tokens, and contexts where they are longer, by head dimension."""
+WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
+    64: (
+        WgmmaTactic(2, 1, 128, 4, True),
+        *(WgmmaTactic(3, 1, 64, *cut) for cut in ((3, True), (4, True), (4, True, 2))),
+    ),
+    256: (
+        PrefillTactic(8, 16, 32, 1),
+        *(WgmmaTactic(2, 1, 64, 2, *cut) for cut in ((False, 1), (False, 2), (True, 2))),
+    ),
+    128: (
+        *(WgmmaTactic(3, 1, 64, *cut) for cut in ((3, True), (3, True, 2), (4, True, 2))),
+        PrefillTactic(8, 16, 64, 1),
+    ),
+}
+"""By head dimension."""
 SIDES = {
     ("nvfp4", "HND", 64): (
         *((12, 3, 1), (12, 2, 1), (8, 3, 1), (8, 2, 1), (4, 2, 1), (8, 2, 2), (6, 3, 2), (6, 2, 2), (4, 3, 3)),
@@ -104,15 +123,42 @@ def measure_prefill(pool: Pool) -> Iterator[dict[str, object]]:
                 }
 
 
+def measure_widths(pool: Pool) -> Iterator[dict[str, object]]:
+    """Tactics for many query rows by head dimension, those of mma.sync too, and cuDNN where all tokens are new."""
+    for head_dim, tactics in WIDTHS.items():
+        for (batch, q_len, *context), cache in itertools.product(WIDTH_CELLS[head_dim], CACHES):
+            cell = Cell(Case(cache, 64, 8, "HND", 64, batch, *(context or [q_len])), q_len, head_dim)
+            peer = time_cudnn(cell) if cache == "bf16" else None
+            for tactic in tactics:
+                try:
+                    with ATTENTION.forced(tactic):
+                        us = time_us(lambda cell=cell: call(cell, pool), GRAPH_BYTES, replays=PREFILL_REPLAYS)  # type: ignore[misc]
+                except ArgumentError:  # the tactic does not fit
+                    continue
+                yield cell.case._asdict() | {
+                    "q_len": q_len,
+                    "head_dim": head_dim,
+                    "kernel": type(tactic).__name__,
+                    "tactic": " ".join(f"{name}={value}" for name, value in asdict(tactic).items()),
+                    "us": round(us, 2),
+                    "tflops": round(1e6 * cell.tflop / us, 1),
+                    "cudnn_us": round(peer, 2) if peer else None,
+                }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--only", choices=("decode", "prefill", "widths"))
     arguments = parser.parse_args()
-    if arguments.only != "prefill":
-        write_results(arguments.out / "attention_search", list(measure(Pool(POOL_BYTES))), stamp())
-    if arguments.only != "decode":
-        write_results(arguments.out / "prefill_search", list(measure_prefill(Pool(PREFILL_POOL_BYTES))), stamp())
+    searches = {
+        "decode": ("attention_search", measure, POOL_BYTES),
+        "prefill": ("prefill_search", measure_prefill, PREFILL_POOL_BYTES),
+        "widths": ("prefill_search_widths", measure_widths, PREFILL_POOL_BYTES),
+    }
+    for name, (file, search, size) in searches.items():
+        if arguments.only in (None, name):
+            write_results(arguments.out / file, list(search(Pool(size))), stamp())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from jitfp4 import ArgumentError, sim
 from jitfp4.arch import Arch
 from jitfp4.families.attention.kernels.decode import KERNEL, DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
+from jitfp4.families.attention.problem import HEAD_DIMS, CacheFormat, Pages, Problem
 from jitfp4.formats import DType
 from tests.support.attention import NAN_BYTE, Case, counted
 from tests.support.sample import SIM_ARCHS
@@ -189,7 +189,7 @@ def test_every_tactic_is_attention_on_one_workspace(kv_layout: str) -> None:
     case = Case(lengths=(5000, 0, 700, 33), kv_heads=8, kv_layout=kv_layout, device="cuda")
     case.workspace[:] = NAN_BYTE
     packed, tiles, bf16 = kv_layout == "HND", 256, DType.BF16
-    problem = Problem(Cache.NVFP4, bf16, bf16, 128, 8, 8, False, Pages.HALVES, packed, False, tiles, 32 * tiles)
+    problem = Problem(CacheFormat.NVFP4, bf16, bf16, 128, 8, 8, False, Pages.HALVES, packed, False, tiles, 32 * tiles)
     for tactic in KERNEL.candidates(problem, Arch.of_capability(*torch.cuda.get_device_capability())):
         with ATTENTION.forced(tactic):
             case.check(case.run(), _BOUND)

@@ -17,7 +17,7 @@ from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import KERNEL as KERNEL_WGMMA
 from jitfp4.families.attention.kernels.prefill_wgmma import TILES, WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
+from jitfp4.families.attention.problem import HEAD_DIMS, CacheFormat, Pages, Problem
 from jitfp4.formats import DType
 from tests.support.attention import FEW_SMS, SCATTERED, Case, counted
 from tests.support.gpu import needs_sm_90a
@@ -143,6 +143,51 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
         WgmmaTactic(teams=3, tile=64, stages=3, turns=True, ctas=2),
         _ONE | {"cache": torch.float8_e4m3fn, "lengths": (300, 5), "q_lens": (60, 3), "missing": ((0, 0, 3, -1),)},
     ),
+    "pairs_bf16_d_256": (
+        WgmmaTactic(tile=64, ctas=2),
+        _ONE
+        | {
+            "cache": torch.bfloat16,
+            "head_dim": 256,
+            "lengths": (150, 5),
+            "q_lens": (70, 9),
+            "missing": ((0, 0, 1, -1),),
+            "with_sinks": True,
+        },
+    ),
+    # Two lanes share a row.
+    "pairs_e4m3_d_256": (
+        WgmmaTactic(tile=64, turns=True, ctas=2),
+        _ONE
+        | {
+            "cache": torch.float8_e4m3fn,
+            "head_dim": 256,
+            "lengths": (150, 5),
+            "q_lens": (70, 9),
+            "page": 12,
+            "missing": ((0, 0, 1, -1),),
+        },
+    ),
+    "pairs_interleaved_d_256": (
+        WgmmaTactic(tile=64, ctas=2),
+        _ONE
+        | {
+            "head_dim": 256,
+            "lengths": (150, 5),
+            "q_lens": (70, 9),
+            "v_scale_layout": "interleaved4",
+            "missing": ((0, 0, 1, -1),),
+            "window_left": 90,
+        },
+    ),
+    "pairs_d_192": (
+        WgmmaTactic(tile=64, ctas=2),
+        _ONE | {"head_dim": 192, "lengths": (150,), "q_lens": (70,), "page": 5, "missing": ((0, 0, 1, -1),)},
+    ),
+    "d_64_three_teams": (
+        WgmmaTactic(3, 1, 64, 4, turns=True),
+        _ONE | {"head_dim": 64, "lengths": (150, 20), "q_lens": (70, 9), "page": 12, "window_left": 60},
+    ),
     "scattered": (WgmmaTactic(turns=True), SCATTERED | {"lengths": (250,), "q_lens": (130,), "group": 1}),
 }
 # As those of the kernel on mma.sync: weights are 16-bit floats and outputs rounded.
@@ -219,8 +264,8 @@ def test_no_bit_depends_on_who_takes_a_part_or_comes_last(name: str) -> None:
 # ---- cuts ------------------------------------------------------------------------------------------------------------
 
 
-def problem(cache: Cache = Cache.NVFP4, *, head_dim: int = 128, rows: int = 256) -> Problem:
-    dtype = DType.F16 if cache is Cache.F16 else DType.BF16
+def problem(cache: CacheFormat = CacheFormat.NVFP4, *, head_dim: int = 128, rows: int = 256) -> Problem:
+    dtype = DType.F16 if cache is CacheFormat.F16 else DType.BF16
     return Problem(
         cache=cache,
         q_dtype=dtype,
@@ -249,7 +294,7 @@ def test_the_most_registers_suffice() -> None:
 
 
 CUTS = [WgmmaTactic(*cut) for cut in itertools.product((2, 3), (1, 2), TILES, (2,), (False, True), (1, 2))]
-PROBLEMS = [problem(cache, head_dim=head_dim) for cache in Cache for head_dim in HEAD_DIMS]
+PROBLEMS = [problem(cache, head_dim=head_dim) for cache in CacheFormat for head_dim in HEAD_DIMS]
 
 
 @pytest.mark.compile
@@ -280,14 +325,11 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "empty" in str(rejects(problem(rows=64), WgmmaTactic(), SM_90A))
     assert "registers" in str(rejects(problem(), WgmmaTactic(teams=3), SM_90A))
     for cache, wide in (
-        (Cache.E4M3, WgmmaTactic(tile=64)),
-        (Cache.NVFP4, WgmmaTactic(tile=64, ctas=2)),
-        (Cache.NVFP4, WgmmaTactic(tile=64, turns=True)),
-        (Cache.BF16, WgmmaTactic(tile=64, producers=2)),
+        (CacheFormat.E4M3, WgmmaTactic(tile=64)),
+        (CacheFormat.BF16, WgmmaTactic(tile=64, producers=2)),
     ):
         assert "registers" in str(rejects(problem(cache, head_dim=256), wide, SM_90A))
     assert "shared memory" in str(rejects(problem(), WgmmaTactic(stages=4), SM_90A))
-    assert "copied" in str(rejects(problem(Cache.BF16), WgmmaTactic(ctas=2), SM_90A))
 
 
 @pytest.mark.parametrize(("name", "value"), [("teams", 1), ("producers", 3), ("tile", 80), ("stages", 1), ("ctas", 3)])
@@ -297,10 +339,10 @@ def test_impossible_cuts_name_the_field(name: str, value: int) -> None:
 
 
 def test_who_takes_how_many_rows() -> None:
-    for cache in Cache:
+    for cache in CacheFormat:
         for head_dim in (64, 128, 256):
             tactic = ATTENTION.select(problem(cache, head_dim=head_dim), SM_90A)
-            assert isinstance(tactic, PrefillTactic if (cache, head_dim) == (Cache.E4M3, 256) else WgmmaTactic)
+            assert isinstance(tactic, WgmmaTactic)
     assert isinstance(ATTENTION.select(problem(rows=64), SM_90A), PrefillTactic)
     assert [ATTENTION.select(problem(rows=rows), SM_90A).ctas for rows in (128, 256)] == [1, 2]
     assert isinstance(ATTENTION.select(problem(), Arch.of("sm_100a")), PrefillTactic)

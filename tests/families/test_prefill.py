@@ -15,7 +15,7 @@ from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import KERNEL as KERNEL_PREFILL
 from jitfp4.families.attention.kernels.prefill import PrefillTactic, rejects, specialise
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem, power_of_two
+from jitfp4.families.attention.problem import HEAD_DIMS, CacheFormat, Pages, Problem, power_of_two
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case
 from tests.support.sass import disassemble
@@ -224,7 +224,7 @@ def test_what_counts_as_few_rows() -> None:
 
 def _problem(**changes: Any) -> Problem:
     problem = Problem(
-        cache=Cache.NVFP4,
+        cache=CacheFormat.NVFP4,
         q_dtype=DType.BF16,
         out_dtype=DType.BF16,
         head_dim=128,
@@ -246,7 +246,7 @@ def test_few_rows_are_decoded_and_many_are_not(arch: str) -> None:
     for rows in (8, 16):
         assert isinstance(ATTENTION.select(_problem(rows=rows, blocks=0), ARCHS[arch]), DecodeTactic)
     for rows in (64, 128, 256):
-        for cache in Cache:
+        for cache in CacheFormat:
             for head_dim in HEAD_DIMS:
                 problem = _problem(rows=rows, cache=cache, head_dim=head_dim)
                 assert not isinstance(ATTENTION.select(problem, ARCHS[arch]), DecodeTactic)
@@ -259,12 +259,14 @@ def test_few_rows_are_decoded_and_many_are_not(arch: str) -> None:
     ("arch", "tactic", "cache", "head_dim"),
     [
         (arch.name, tactic, cache, head_dim)
-        for arch, cache, head_dim in itertools.product(ARCHS.values(), Cache, HEAD_DIMS)
+        for arch, cache, head_dim in itertools.product(ARCHS.values(), CacheFormat, HEAD_DIMS)
         for tactic in KERNEL_PREFILL.candidates(_problem(cache=cache, head_dim=head_dim), arch)
     ],
     ids=str,
 )
-def test_what_is_not_rejected_stays_in_registers(arch: str, tactic: PrefillTactic, cache: Cache, head_dim: int) -> None:
+def test_what_is_not_rejected_stays_in_registers(
+    arch: str, tactic: PrefillTactic, cache: CacheFormat, head_dim: int
+) -> None:
     if not nvrtc.supports(ARCHS[arch]):
         pytest.skip("this NVRTC does not know it")
     source = KERNEL_PREFILL.render(specialise(_problem(cache=cache, head_dim=head_dim), tactic), ARCHS[arch])

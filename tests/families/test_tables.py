@@ -16,7 +16,7 @@ from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, Cache, Pages
+from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, CacheFormat, Pages
 from jitfp4.families.attention.problem import Problem as AttentionProblem
 from jitfp4.families.conv.kernels.causal import ConvTactic
 from jitfp4.families.conv.operation import CONV
@@ -274,7 +274,7 @@ def attention_problem(cache: str, order: str, page: str, batch: str, kv_heads: s
     """One query token of each request, of 64 bf16 query heads and 8 KV heads of 128."""
     tiles = int(context) // TILE
     return AttentionProblem(
-        cache={"nvfp4": Cache.NVFP4, "fp8": Cache.E4M3, "bf16": Cache.BF16}[cache],
+        cache={"nvfp4": CacheFormat.NVFP4, "fp8": CacheFormat.E4M3, "bf16": CacheFormat.BF16}[cache],
         q_dtype=DType.BF16,
         out_dtype=DType.BF16,
         head_dim=128,

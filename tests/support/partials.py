@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support import gemm_partials
+from tests.support import attention_partials, gemm_partials
 
 GDN = """
 struct Stub {
@@ -30,77 +30,9 @@ __global__ void rows(C::Rows& h, float* p) {
   store_rows<C, To::kShared, StateLayout::kKv>(h, p);
 }
 """
-REQUEST = """
-struct Operands {
-  const int32 *cum_q, *page_ends, *seq_lens, *tables, *mask_ends;
-  const uint8 *k, *v, *k_scales, *v_scales, *mask;
-  int   batch, q_len, total_q, num_pages, max_pages, table_stride, v_table, page, group, window_left, kv_heads;
-  int   k_page_stride, k_token_stride, v_page_stride, v_token_stride, mask_row_bytes, causal;
-  int   k_scales_page_stride, k_scales_token_stride, v_scales_page_stride, v_scales_token_stride;
-  int64 k_head_stride, v_head_stride, k_scales_head_stride, v_scales_head_stride, mask_bytes;
-};
-"""
-ROWS = """
-struct Operands {
-  const bf16* q;
-  bf16*       out;
-  float *     lse, bmm1, bmm2;
-  const float *bmm1_tensor, *bmm2_tensor, *sinks;
-  int   group, kv_heads;
-  int64 q_token_stride, q_head_stride;
-};
-struct Block {
-  struct { int q_begin; } request;
-  int head, first_row;
-  __device__ int rows(const Operands&) const { return 8; }
-};
-"""
 USES: dict[str, tuple[str, str]] = {
+    **attention_partials.USES,
     **gemm_partials.USES,
-    "attention/blocks.cuh.j2": (
-        "sm_80",
-        REQUEST + "__global__ void run(const Operands& p, int* to) {\n  RowBlock<64, 16> block;\n"
-        "  if (!block.find(p)) return;\n"
-        "  *to = block.rows(p) + Sight(p, block, 0, 16).some_first() + block.mask.bits(p, 0, 0);\n}\n",
-    ),
-    "attention/rows.cuh.j2": (
-        "sm_80",
-        ROWS + "__global__ void run(const Operands& p, Block& block, uint32 (&a)[4], float (&x)[2][8][4]) {\n"
-        "  RowQueries<bf16, f16, 128, 2, 128, false> held;\n  RowSoftmax<2, 64, 128> state;\n"
-        "  RowScales<2> scales;\n  held.load(p, block, 1, 0, scales), held.get(1, 2, a), state.clear();\n"
-        "  state.cap(1, x, scales), state.keep_above(x, scales.ones()), state.finish(p, block, 1);\n}\n",
-    ),
-    "attention/tiles.cuh.j2": (
-        "sm_80",
-        REQUEST + "struct Request { int table; };\ntemplate struct CacheTiles<4, 128, 128, true, 64, 128, 0>;\n"
-        "using Tiles = CacheTiles<8, 80, 128, false, 32, 256, 64>;\n"
-        "__global__ void run(const Operands& p, Tiles::Shared& s, const Request& r) {\n"
-        "  Tiles::Lookup(p, r, 1, 2, 3, 4).put(p, s, 0), Tiles::copy_tile(p, s, 0, 1), Tiles::decode_tile(s, 1);\n}\n",
-    ),
-    "attention/codes.cuh.j2": (
-        "sm_100a",
-        "__global__ void run(uint32 (&pair)[4]) { decode(5, pair), pair[0] = decode_scales(multiply_add(1, 2, 3)); }\n",
-    ),
-    "attention/columns.cuh.j2": (
-        "sm_80",
-        REQUEST + "__global__ void run(const Operands& p, int* to) { *to = column_of(3, inverse_of_page(p)); }\n",
-    ),
-    "attention/products.cuh.j2": ("sm_90a", "__global__ void run(float (&d)[16]) { hold(d); }\n"),
-    "attention/scales.cuh.j2": (
-        "sm_80",
-        "struct Operands { float bmm1, bmm2; const float *bmm1_tensor, *bmm2_tensor, *sinks; };\n"
-        "__global__ void run(const Operands& p, float* x) {\n"
-        "  const float factor = add_sink(p, 0, x[0], x[1]) * logit_scale(p, 1) * query_exponent(x[0]);\n"
-        "  x[2] = output_factor(factor, output_scale(p, 1), x[1]), x[3] = row_lse(x[0], x[1]);\n}\n",
-    ),
-    "attention/references.cuh.j2": (
-        "sm_80",
-        "__global__ void run(float* x) { *x = next_reference(RowScales<2>::ones().x[1][0], kNone); }\n",
-    ),
-    "attention/request.cuh.j2": (
-        "sm_80",
-        REQUEST + "__global__ void run(const Operands& p, TiledRequest<32, 8, 2>& r) { r.load(p, r.items(p)); }\n",
-    ),
     "experts/activation.cuh.j2": (
         "sm_80",
         "struct Results { __device__ float4 of_sums(const float* sums, int) const { return {*sums}; } };\n"

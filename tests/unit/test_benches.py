@@ -59,7 +59,10 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
         {"step", "step_launches"},
     ),
     "ceiling_gdn": ({}, {"gdn_ceiling"}),
-    "search_attention": ({"LOADS": ((1, 1024), (64, 8192))}, {"attention_search", "prefill_search"}),
+    "search_attention": (
+        {"LOADS": ((1, 1024), (64, 8192))},
+        {"attention_search", "prefill_search", "prefill_search_widths"},
+    ),
     "search_step --model 8b --batch 8": ({"MOST": 2}, {"step_search"}),
     "search_gdn": ({"BATCHES": (64,)}, {"gdn_search"}),
     "search_norm": ({"ROWS": (1, 1000)}, {"norm_shapes"}),

@@ -13,6 +13,8 @@ _SPILLED = {
     # Under a mask: what is beside its bits, for a tile that some of 16 query rows does not see in full.
     ("attention/decode_masked", "rows=16"): 12,
     ("attention/prefill_masked sm_80", "soft_cap=true", "warp_rows=32"): 19,
+    # Sums of 256 dimensions beside scores: up to four registers.
+    ("attention/prefill sm_10", "cache=nvfp4", "head_dim=256,interleaved=false", "tile=32"): 7,
     # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow.
     ("cache=", "head_dim=256,rows=16"): 1400,
     # Rows of 192 elements, which take the registers of 256.
@@ -24,6 +26,8 @@ _SPILLED = {
     ("sm_89", "cache=nvfp4", "head_dim=256,rows=8", "pages=whole,packed=true"): 5,
     # Prefill on wgmma: registers of a producer, which finds the items too; stored and loaded once for a tile.
     ("cache=nvfp4", "two_tables=true,soft_cap=false,teams="): 12,
+    # With a soft cap also a register or two of a consumer.
+    ("cache=nvfp4", "head_dim=128,interleaved=false,two_tables=false,soft_cap=true,teams=3"): 12,
     ("cache=nvfp4", "teams="): 6,
     ("cache=e4m3", "teams="): 6,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,

@@ -20,15 +20,11 @@ PARTIALS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("
 
 TAKES = {
     f"attention/{name}.cuh.j2"
-    for name in (
-        *("byte_tile", "cluster_items", "combine", "expand", "half_tile", "items", "nvfp4_tile", "pages", "parts"),
-        *("queries", "softmax", "team", "work"),
-    )
+    for name in (*("byte_tile", "cluster_items", "combine", "half_tile", "nvfp4_tile", "pages", "queries", "work"),)
 } | {"step/attention.cuh.j2", "step/parts.cuh.j2"}
 """Those that still take names of the template that includes them. One that does not any more leaves the list."""
 
 SPECS = {
-    "attention/blocks.cuh.j2": "attention/prefill_masked",
     "attention/products.cuh.j2": "attention/prefill_wgmma",
     "gemm/fp8_products.cuh.j2": "gemm/wide_fp8",
     "gemm/products.cuh.j2": "gemm/wide",

@@ -35,7 +35,7 @@ _GROUP = 4  # tokens whose V scales are interleaved
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class CheckedCache:
     """K and V of a checked cache, and their scales."""
 
     key: torch.Tensor
@@ -74,7 +74,7 @@ def check_cache(
     *,
     hnd: bool,
     interleaved: bool,
-) -> Cache:
+) -> CheckedCache:
     """Check that a cache fits ``query``, and that it has scales if it is NVFP4 (uint8), else none."""
     for side in (key, value):
         check_dtype("kv_cache", side, tuple(CACHES))
@@ -105,7 +105,7 @@ def check_cache(
         raise ArgumentError("query", f"{query.shape[1]} heads", f"1 to {MAX_GROUP} for each of {heads} KV heads")
     scales = [side.view(torch.uint8) for side in sides]
     key_scales, value_scales = scales or (None, None)
-    return Cache(key, value, key_scales, value_scales, heads, page, interleaved)
+    return CheckedCache(key, value, key_scales, value_scales, heads, page, interleaved)
 
 
 def _check_side(

@@ -28,7 +28,7 @@ ROW_BLOCK = 64
 MANY_ROWS = 32 * ROW_BLOCK  # of a request and a KV head: more are not told apart
 
 
-class Cache(StrEnum):
+class CacheFormat(StrEnum):
     """The format of K and V."""
 
     NVFP4 = "nvfp4"
@@ -39,7 +39,7 @@ class Cache(StrEnum):
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return {Cache.NVFP4: 4, Cache.E4M3: 8}.get(self, 16)
+        return {CacheFormat.NVFP4: 4, CacheFormat.E4M3: 8}.get(self, 16)
 
     @property
     def tile(self) -> str:
@@ -48,14 +48,14 @@ class Cache(StrEnum):
 
     @property
     def is_bf16(self) -> bool:
-        return self is Cache.BF16
+        return self is CacheFormat.BF16
 
 
 CACHES = {
-    **dict.fromkeys(CODE_DTYPES, Cache.NVFP4),
-    torch.float8_e4m3fn: Cache.E4M3,
-    torch.float16: Cache.F16,
-    torch.bfloat16: Cache.BF16,
+    **dict.fromkeys(CODE_DTYPES, CacheFormat.NVFP4),
+    torch.float8_e4m3fn: CacheFormat.E4M3,
+    torch.float16: CacheFormat.F16,
+    torch.bfloat16: CacheFormat.BF16,
 }
 """From the dtype of the tensors to the format."""
 
@@ -88,7 +88,7 @@ class Problem(NamedTuple):
     never causal, a mask of the caller's says which tokens a query sees.
     """
 
-    cache: Cache
+    cache: CacheFormat
     q_dtype: DType
     out_dtype: DType
     head_dim: int

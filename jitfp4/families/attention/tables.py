@@ -10,10 +10,10 @@ follow each other, four heads also share sectors of scales: two tiles leave room
 come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
-copies K and V. Two CTAs share the expansion of NVFP4 and E4M3. A few hundred rows are better cut into 128 than into
-192, of which more would be empty, and so is NVFP4 where requests are short. Rows for mma.sync have not been measured:
-they follow from registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half
-as often as 64; 32 rows of a warp read it half as often as 16.
+copies K and V. Two CTAs share the expansion of NVFP4 and E4M3, and copies of rows of more than 128 elements. A few
+hundred rows are better cut into 128 than into 192, of which more would be empty, and so is NVFP4 where requests are
+short. Rows for mma.sync have not been measured: they follow from registers, shared memory, and the products of a tile
+for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from jitfp4.families.attention.kernels import (
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
-from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, Cache, Pages, Problem
+from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, CacheFormat, Pages, Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import AnyKernel
 from jitfp4.selection import Row, Table, rows
 
+_DECODED = (CacheFormat.NVFP4, CacheFormat.E4M3)  # whose values become 16-bit floats
 _FEW_UNITS = 32  # for each SM
 _SOME_UNITS = 256
 _SHORT = 64  # tiles of a request
@@ -67,10 +68,10 @@ _SMALL_HALVES = (
     (DecodeTactic(4, 2, 1, cluster=1), {"items": 128, "tiles": 64}),
 )
 _SMALL_OF = {
-    Cache.NVFP4: (_SMALL, "h200/attention_search.csv"),
-    Cache.E4M3: (_SMALL_BYTES, "h200/attention_search_small.csv"),
-    Cache.BF16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
-    Cache.F16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
+    CacheFormat.NVFP4: (_SMALL, "h200/attention_search.csv"),
+    CacheFormat.E4M3: (_SMALL_BYTES, "h200/attention_search_small.csv"),
+    CacheFormat.BF16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
+    CacheFormat.F16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
 }
 
 _ROWS: tuple[Row[Any], ...] = (
@@ -80,10 +81,10 @@ _ROWS: tuple[Row[Any], ...] = (
         for tactic, most_of in small
     ),
     *rows(
-        (DecodeTactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
-        (DecodeTactic(4, 3, 1), {"cache": Cache.E4M3}),
-        (DecodeTactic(4, 3, 1), {"cache": Cache.BF16}),
-        (DecodeTactic(4, 3, 1), {"cache": Cache.F16}),
+        (DecodeTactic(8, 2, 1), {"cache": CacheFormat.E4M3, "wide": False}),
+        (DecodeTactic(4, 3, 1), {"cache": CacheFormat.E4M3}),
+        (DecodeTactic(4, 3, 1), {"cache": CacheFormat.BF16}),
+        (DecodeTactic(4, 3, 1), {"cache": CacheFormat.F16}),
     ),
     *rows(
         (DecodeTactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),
@@ -105,20 +106,23 @@ _ROWS: tuple[Row[Any], ...] = (
     *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
     # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
     *rows(
-        (WgmmaTactic(stages=4, turns=True), {"width": 64}),
-        (WgmmaTactic(2, 1, 128, 2, turns=True), {"width": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
-        (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"width": 128, "cache": Cache.E4M3, "rows": _SOME_ROWS}),
-        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": Cache.E4M3}),
+        (WgmmaTactic(stages=4, turns=True), {"width": 64, "rows": 2 * ROW_BLOCK}),
+        *((WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 64, "cache": cache}) for cache in _DECODED),
+        (WgmmaTactic(3, 1, 64, 4, turns=True), {"width": 64}),
+        (WgmmaTactic(2, 1, 128, 2, turns=True), {"width": 128, "cache": CacheFormat.E4M3, "rows": 2 * ROW_BLOCK}),
+        (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.E4M3, "rows": _SOME_ROWS}),
+        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.E4M3}),
         (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "rows": 2 * ROW_BLOCK}),
         (
             WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
-            {"width": 128, "cache": Cache.NVFP4, "packed": True, "rows": _SOME_ROWS},
+            {"width": 128, "cache": CacheFormat.NVFP4, "packed": True, "rows": _SOME_ROWS},
         ),
         (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "rows": _SOME_ROWS}),
-        (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "cache": Cache.NVFP4, "tiles": _FEW_TILES}),
-        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": Cache.NVFP4}),
+        (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "cache": CacheFormat.NVFP4, "tiles": _FEW_TILES}),
+        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.NVFP4}),
         (WgmmaTactic(3, 1, 64, 3, turns=True), {"width": 128}),
-        (WgmmaTactic(tile=64), {}),
+        *((WgmmaTactic(tile=64, ctas=2), {"cache": cache}) for cache in _DECODED),
+        (WgmmaTactic(tile=64, turns=True, ctas=2), {}),
         rows=MANY_ROWS,
     ),
     # Many query rows, mma.sync: by model, not measured
@@ -184,9 +188,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[1], heads=1)
     yield _problem(arch, Pages.HALVES, 4096, _SOME_UNITS, packed=False)
     yield _problem(arch, Pages.HALVES, *loads[3], two_tables=True)
-    yield _problem(arch, Pages.HALVES, *loads[3], cache=Cache.E4M3, rows=16)
+    yield _problem(arch, Pages.HALVES, *loads[3], cache=CacheFormat.E4M3, rows=16)
     yield _problem(arch, Pages.HALVES, *loads[3], head_dim=256, rows=16)
-    for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
+    for cache in (CacheFormat.E4M3, CacheFormat.F16, CacheFormat.BF16):
         for _, most_of in _SMALL_OF[cache][0]:
             small = _problem(arch, Pages.HALVES, most_of["tiles"], 1, cache=cache)
             yield small._replace(units=most_of["items"] * most_of["tiles"])
@@ -196,21 +200,22 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, head_dim=256)
-    yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=64)
-    yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=256, cache=Cache.BF16)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=64)
+    for cache, head_dim in itertools.product(CacheFormat, (64, 256)):
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=head_dim, cache=cache)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, packed=False)
-    for cache, rows_ in itertools.product(Cache, (2 * ROW_BLOCK, _SOME_ROWS, most)):
+    for cache, rows_ in itertools.product(CacheFormat, (2 * ROW_BLOCK, _SOME_ROWS, most)):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)
     for head_dim, rows_ in itertools.product((80, 96), (8, most)):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, head_dim=head_dim)
-    yield _problem(arch, Pages.HALVES, *loads[3], head_dim=192, cache=Cache.BF16)
+    yield _problem(arch, Pages.HALVES, *loads[3], head_dim=192, cache=CacheFormat.BF16)
     for rows_ in (8, 16, ROW_BLOCK, most):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, soft_cap=True)
-    for cache in Cache:
+    for cache in CacheFormat:
         yield _problem(arch, Pages.HALVES, *loads[3], cache=cache)._replace(whole=True)
-    yield _problem(arch, Pages.HALVES, *loads[3], cache=Cache.BF16, head_dim=256, rows=16)._replace(whole=True)
-    for cache, rows_ in itertools.product(Cache, (16, _SOME_ROWS)):
+    yield _problem(arch, Pages.HALVES, *loads[3], cache=CacheFormat.BF16, head_dim=256, rows=16)._replace(whole=True)
+    for cache, rows_ in itertools.product(CacheFormat, (16, _SOME_ROWS)):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)._replace(masked=True, causal=False)
     for rows_ in (8, ROW_BLOCK):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_)._replace(masked=True, causal=False)
@@ -236,11 +241,11 @@ def _problem(
     rows: int = 8,
     head_dim: int = 128,
     heads: int = 8,
-    cache: Cache = Cache.NVFP4,
+    cache: CacheFormat = CacheFormat.NVFP4,
     two_tables: bool = False,
     soft_cap: bool = False,
 ) -> Problem:
-    dtype = DType.F16 if cache is Cache.F16 else DType.BF16
+    dtype = DType.F16 if cache is CacheFormat.F16 else DType.BF16
     return Problem(
         cache=cache,
         q_dtype=dtype,

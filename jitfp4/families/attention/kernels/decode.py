@@ -9,7 +9,7 @@ from jitfp4.arch import Arch, names_with
 from jitfp4.counters import COUNTER_BYTES
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
-from jitfp4.families.attention.problem import MAX_ROWS, TILE, Cache, Pages, Problem, power_of_two
+from jitfp4.families.attention.problem import MAX_ROWS, TILE, CacheFormat, Pages, Problem, power_of_two
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
@@ -69,7 +69,7 @@ class DecodeSpec(KernelSpec):
     all CTAs share all items.
     """
 
-    cache: Cache
+    cache: CacheFormat
     q_dtype: DType
     out_dtype: DType
     head_dim: int
@@ -95,7 +95,7 @@ class DecodeSpec(KernelSpec):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a tile: K and V, their scales."""
-        scales = self.width // 16 if self.cache is Cache.NVFP4 else 0
+        scales = self.width // 16 if self.cache is CacheFormat.NVFP4 else 0
         return 2 * TILE * (self.width * self.cache.bits // 8 + scales)
 
     @property

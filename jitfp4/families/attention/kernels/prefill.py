@@ -8,7 +8,7 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.parameters import INPUTS, SIZES, SOFT_CAP, bind
-from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, Cache, Problem, power_of_two
+from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, CacheFormat, Problem, power_of_two
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import round_up
@@ -45,7 +45,7 @@ class PrefillSpec(KernelSpec):
     ``interleaved`` is the order of V's scales. An SM holds ``min_ctas`` CTAs.
     """
 
-    cache: Cache
+    cache: CacheFormat
     q_dtype: DType
     out_dtype: DType
     head_dim: int

@@ -28,7 +28,7 @@ from jitfp4.counters import COUNTER_BYTES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
-from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
+from jitfp4.families.attention.problem import ROW_BLOCK, CacheFormat, Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import round_up
@@ -39,7 +39,6 @@ _TEAM_ROWS = 64
 _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
 _LEAST_REGISTERS = 56  # of a producer: one of them finds the items
-_UNIFORM_COLUMNS = 128  # of queries, whose descriptors fit in uniform registers
 _PRODUCT_REGISTERS = 30  # of the largest product, beside its sums
 _SHARED_BYTES = shared_bytes_with("has_wgmma")  # of a CTA
 _BARRIER_BYTES = 8
@@ -70,6 +69,7 @@ TACTICS = tuple(
             WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
             WgmmaTactic(3, 1, 64, 3, turns=True),
             WgmmaTactic(tile=64),
+            *(WgmmaTactic(2, 1, 64, 2, turns, 2) for turns in (False, True)),
             *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
             *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
             *(WgmmaTactic(3, 1, 64, stages, True, 2) for stages in (3, 4)),
@@ -88,7 +88,7 @@ class WgmmaSpec(KernelSpec):
     other V. ``interleaved`` tells the order of V's scales; with ``two_tables``, K and V have pages of their own.
     """
 
-    cache: Cache
+    cache: CacheFormat
     q_dtype: DType
     out_dtype: DType
     head_dim: int
@@ -116,7 +116,7 @@ class WgmmaSpec(KernelSpec):
     @property
     def mma(self) -> str:
         """What K, V, queries and weights are in products: float16 holds NVFP4 and E4M3 exactly."""
-        return "bf16" if self.cache is Cache.BF16 else "f16"
+        return "bf16" if self.cache is CacheFormat.BF16 else "f16"
 
     @property
     def width(self) -> int:
@@ -129,8 +129,13 @@ class WgmmaSpec(KernelSpec):
 
     @property
     def tile_warps(self) -> int:
-        """That expand a tile of K or V."""
-        return 4 if self.cache.bits == 16 else self.tile // 32
+        """That expand a tile of K or V: all of a CTA's where they have one of the two, and its rows are long."""
+        return self.tile // (16 if self.shares_rows else 32)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether two lanes share a row that they expand, so that registers hold a tile's next."""
+        return self.ctas > 1 and self.width > 128 and self.cache.bits < 16 and self.tile == 64
 
     @property
     def sides(self) -> int:
@@ -141,8 +146,9 @@ class WgmmaSpec(KernelSpec):
     def producer_registers(self) -> int:
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
         units = self.width * self.cache.bits // 128  # of 16 bytes, of a row
-        unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
-        return max(_LEAST_REGISTERS, round_up(self.other_registers + units * unit * self.sides, 8))
+        unit = {CacheFormat.NVFP4: 5, CacheFormat.E4M3: 4}.get(self.cache, 0)
+        own = units * unit * self.sides // (2 if self.shares_rows else 1)
+        return max(_LEAST_REGISTERS, round_up(self.other_registers + own, 8))
 
     @property
     def launch_registers(self) -> int:
@@ -159,16 +165,6 @@ class WgmmaSpec(KernelSpec):
     def sums(self) -> int:
         """Registers of a consumer that hold outputs, scores and weights."""
         return self.width // 2 + self.tile // 2 + self.tile // 4
-
-    @property
-    def spare_registers(self) -> int:
-        """Registers that a consumer needs beside its sums.
-
-        Where teams take turns or CTAs share the expansion, the compiler keeps the descriptors of a team's queries, one
-        for each 16 columns. Those beyond the uniform registers take three of each thread, with what they displace.
-        """
-        kept = max(0, self.width - _UNIFORM_COLUMNS) // 16 if self.turns or self.ctas > 1 else 0
-        return self.work_registers + 3 * kept
 
     @property
     def shared_bytes(self) -> int:
@@ -206,10 +202,8 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch, kind: type[WgmmaS
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
     spec = specialise(problem, tactic, kind)
-    if spec.ctas > 1 and spec.cache.bits == 16:
-        return "16-bit floats are copied: there is no expansion to share"
-    if spec.sums + spec.spare_registers > spec.consumer_registers:
-        needed = f"{spec.sums} for outputs, scores and weights, {spec.spare_registers} for the rest"
+    if spec.sums + spec.work_registers > spec.consumer_registers:
+        needed = f"{spec.sums} for outputs, scores and weights, {spec.work_registers} for the rest"
         return f"a thread has {spec.consumer_registers} registers, and needs {needed}"
     if spec.width // 2 + _PRODUCT_REGISTERS > spec.launch_registers:
         return f"one product has {spec.width // 2} sums, and a launch gives a thread {spec.launch_registers} registers"

@@ -500,6 +500,287 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
+// The tokens that a query sees: from `first` to before `end`
+struct Span {
+  int first, end;
+
+  // Of query token `query` of a request, or of its last
+  template <class Operands, class Request>
+  __device__ __forceinline__ Span(const Operands& p, const Request& r, int query, bool causal) {
+    const int at = r.tokens - r.q_len + min(query, r.q_len - 1);
+    first = p.window_left < 0 ? 0 : max(0, at - min(p.window_left, kMostTokens));
+    end   = causal ? at + 1 : r.tokens;
+  }
+};
+
+// ---- attention/soft_cap ----------------------------------------------------
+// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
+// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
+__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
+  constexpr float kToTwo = 1.44269504f;  // from exponents of e
+  const float cap = soft_cap * kToTwo;
+  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
+  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
+}
+
+// ---- attention/token_mask --------------------------------------------------
+// A mask of the caller's: a row of bits for each query token of a request, one for each token from `first` on. A query
+// sees the tokens before `first`, and those whose bit is 1. Bits behind the end of the mask are 0.
+struct TokenMask {
+  int64 begin;  // bits
+  int   first, row_bits;
+
+  TokenMask() = default;
+  // For request b: rows of its tokens from byte mask_ends[b] on, or rows of its new tokens at its queries.
+  template <class Operands, class Request>
+  __device__ __forceinline__ TokenMask(const Operands& p, const Request& r, int b) : first(first_of(p, r)) {
+    row_bits = p.mask_ends ? r.tokens : p.mask_row_bytes * 8;
+    begin = p.mask_ends ? int64(p.mask_ends[b]) * 8 : int64(r.q_begin) * row_bits;
+  }
+  // The first token of request r that a query may not see
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int first_of(const Operands& p, const Request& r) {
+    return p.mask_ends ? 0 : r.tokens - r.q_len;
+  }
+  // Bit i says whether a query token of the request sees token `at` + i.
+  template <class Operands> __device__ __forceinline__ uint32 bits(const Operands& p, int query, int at) const {
+    const int   before = min(max(first - at, 0), 32);
+    const int64 from = begin + int64(query) * row_bits + max(at - first, 0);
+    const int   left = from < 0 ? 0 : int(min(max(p.mask_bytes - from / 8, int64(0)), int64(5)));
+    const uint8* bytes = p.mask + from / 8;
+    uint32 low = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < left) low |= uint32(bytes[i]) << 8 * i;
+    }
+    const uint32 high = left == 5 ? bytes[4] : 0;
+    const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
+    return uint32(seen << before) | uint32((uint64(1) << before) - 1);
+  }
+  // The end of the tokens that the queries of request r see from where the last sees them; `end`: without a mask
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int end_for_all(const Operands& p, const Request& r, int) {
+    return first_of(p, r);
+  }
+};
+
+// No mask: a query sees all tokens of its span.
+struct NoMask {
+  NoMask() = default;
+  template <class Operands, class Request> __device__ __forceinline__ NoMask(const Operands&, const Request&, int) {}
+  template <class Operands> __device__ __forceinline__ uint32 bits(const Operands&, int, int) const { return ~0u; }
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int end_for_all(const Operands&, const Request&, int end) {
+    return end;
+  }
+};
+
+// Bits of words that are below bit n
+__device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
+
+// What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
+template <class Operands, class Mask, int kWords> struct Seen {
+  const Operands& p;
+  const Mask&     mask;
+  const uint32  (&there)[kWords];
+  int  query, start;
+  Span span;
+
+  template <class Request>
+  __device__ __forceinline__ Seen(const Operands& p, const Request& r, int query, bool causal, const Mask& mask,
+                                  int start, const uint32 (&there)[kWords])
+      : p(p), mask(mask), there(there), query(min(query, r.q_len - 1)), start(start), span(p, r, query, causal) {}
+
+  __device__ __forceinline__ uint32 bits(int w) const {
+    const int at = start + 32 * w;
+    return there[w] & mask.bits(p, query, at) & bits_below(span.end - at) & ~bits_below(span.first - at);
+  }
+};
+
+// ---- attention/softmax -----------------------------------------------------
+// The online softmax of a warp's query rows, in powers of two.
+//
+// A weight is 2^(x - reference). The reference is near the maximum of x so far: the x that set it has the weight
+// 2^kHeadroom, and it moves only when a weight would be above 2^kLargest, so that float16 holds every weight.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
+constexpr float kNone = -0x1p126f;  // the reference of a row without a weight
+
+// Factors from products of query rows, two of each kBlocks, to exponents of two. They are positive: the largest product
+// stays largest.
+template <int kBlocks> struct RowScales {
+  float x[kBlocks][2];
+
+  __device__ __forceinline__ static RowScales ones() {
+    RowScales scales;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
+
+// Fours as products of warpgroups take them
+template <int kBlocks, int kFours>
+__device__ __forceinline__ float (&flat(float (&x)[kBlocks][kFours][4]))[kBlocks * kFours * 4] {
+  return reinterpret_cast<float(&)[kBlocks * kFours * 4]>(x);
+}
+
+// Tensor cores leave a lane two rows of each of kBlocks blocks, in fours: with g = lane / 4 and c = lane % 4, rows g
+// and g + 8 of a block, and of each 8 tokens or dimensions those at 2 c and 2 c + 1. With kColumns rows are the columns
+// of products: rows 2 c and 2 c + 1 of a block, and of each 16 tokens or dimensions those at g and g + 8.
+template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
+  static constexpr int kFours = kTile / (kColumns ? 16 : 8), kSums = kDims / (kColumns ? 16 : 8);
+  using Logits = float[kBlocks][kFours][4];
+  using Scales = RowScales<kBlocks>;
+
+  float reference[kBlocks][2];
+  float sum[kBlocks][2];     // of the weights that this lane has seen
+  float factor[kBlocks][2];  // of the last move
+  float o[kBlocks][kSums][4];  // of weighted values
+
+  // Which of a lane's two rows of a block number i of four is of
+  __device__ __forceinline__ static constexpr int row_of(int i) { return kColumns ? i % 2 : i / 2; }
+  // Calls f with each of the distances between the lanes that share a row.
+  template <class F> __device__ __forceinline__ static void over_lanes(F f) {
+#pragma unroll
+    for (int distance = kColumns ? 4 : 1; distance < (kColumns ? kWarp : 4); distance *= 2) f(distance);
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      reference[n][0] = reference[n][1] = sum[n][0] = sum[n][1] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kSums; ++m) o[n][m][0] = o[n][m][1] = o[n][m][2] = o[n][m][3] = 0.0f;
+    }
+  }
+
+  // Makes products capped exponents.
+  __device__ __forceinline__ static void cap(float soft_cap, Logits& x, const Scales& scales) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(soft_cap, x[n][u][i], scales.x[n][row_of(i)]);
+      }
+    }
+  }
+
+  // Makes products of tokens that their row does not see -inf. seen(n, i) is what row i of block n sees of the tile.
+  template <class F> __device__ __forceinline__ static void hide(Logits& x, int lane, F seen) {
+    constexpr int kWordFours = kColumns ? 2 : 4;  // of 32 tokens
+    const int own = kColumns ? lane / 4 : lane % 4 * 2;  // a lane's first token
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const auto upper = seen(n, 0), lower = seen(n, 1);
+#pragma unroll
+      for (int w = 0; w * kWordFours < kFours; ++w) {
+        const uint32 bits[2] = {upper.bits(w) >> own, lower.bits(w) >> own};
+#pragma unroll
+        for (int u = 0; u < kWordFours && w * kWordFours + u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int token = kColumns ? 16 * u + i / 2 * 8 : 8 * u + i % 2;
+            if (!(bits[row_of(i)] >> token & 1)) x[n][w * kWordFours + u][i] = __uint_as_float(0xFF800000u);
+          }
+        }
+      }
+    }
+  }
+
+  // Makes products exponents. Returns whether references moved: then the sums of weighted values must follow.
+  __device__ __forceinline__ bool refer(Logits& x, const Scales& scales) {
+    bool fresh = false;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][u][i] = fmaf(x[n][u][i], scales.x[n][row_of(i)], -reference[n][row_of(i)]);
+      }
+      fresh = fresh || sum[n][0] == 0.0f || sum[n][1] == 0.0f;
+    }
+    // Above a positive bound floats are in order as integers, of which one instruction takes the largest of three.
+    const float (&all)[kBlocks * kFours * 4] = flat(x);
+    int32 most[2] = {__float_as_int(all[0]), __float_as_int(all[1])};
+#pragma unroll
+    for (int i = 2; i < kBlocks * kFours * 4; i += 4) {
+      most[0] = max(max(most[0], __float_as_int(all[i])), __float_as_int(all[i + 1]));
+      if (i + 3 < kBlocks * kFours * 4) {
+        most[1] = max(max(most[1], __float_as_int(all[i + 2])), __float_as_int(all[i + 3]));
+      }
+    }
+    const bool rises = max(most[0], most[1]) > __float_as_int(kLargest);
+    const bool moved = __any_sync(~0u, rises || fresh);
+    if (moved) raise(x);
+    return moved;
+  }
+  __device__ __forceinline__ void move() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int m = 0; m < kSums; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][m][i] *= factor[n][row_of(i)];
+      }
+    }
+  }
+  // Makes four exponents of block n weights.
+  __device__ __forceinline__ void weigh(int n, float (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = ptx::ex2_approx(x[i]);
+      sum[n][row_of(i)] += x[i];
+    }
+  }
+
+  // Adds up the weights that the lanes of a row have seen.
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        over_lanes([&](int distance) { sum[n][i] += __shfl_xor_sync(~0u, sum[n][i], distance); });
+        if (sum[n][i] == 0.0f) reference[n][i] = kNone;
+      }
+    }
+  }
+
+ private:
+  // Moves the references of rows with an exponent above kLargest, or without a weight so far.
+  __device__ __forceinline__ void raise(Logits& x) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float top = x[n][0][kColumns ? row : 2 * row], seen = sum[n][row];
+#pragma unroll
+        for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (row_of(i) == row) top = fmaxf(top, x[n][u][i]);
+          }
+        }
+        over_lanes([&](int distance) {
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+          seen += __shfl_xor_sync(~0u, seen, distance);
+        });
+        const bool  fresh = seen == 0.0f && top >= kNone;
+        const float by    = fresh || top > kLargest ? top - kHeadroom : 0.0f;
+        factor[n][row] = seen == 0.0f ? 1.0f : ptx::ex2_approx(-by);
+        reference[n][row] += by, sum[n][row] *= factor[n][row];
+#pragma unroll
+        for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (row_of(i) == row) x[n][u][i] -= by;
+          }
+        }
+      }
+    }
+  }
+};
+
 // ---- spec ------------------------------------------------------------------
 enum class Pages { kWhole, kHalves, kMany };  // a tile lies in one page, each half in one, or in any number of pages
 
@@ -513,6 +794,7 @@ constexpr int  kWidth       = 128;  // of rows in shared memory and in products:
 constexpr int  kRows        = 8;  // query rows of a segment
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kSoftCap     = false;  // logits are capped
+constexpr bool kMasked      = false;  // by the caller
 constexpr Pages kPages      = Pages::kHalves;
 constexpr bool kPacked      = true;  // rows of a page and head follow each other
 constexpr bool kTwoTables   = false;  // K and V have different page numbers
@@ -523,7 +805,6 @@ constexpr int  kMinCtas     = 1;  // that an SM must hold at once; bounds the re
 constexpr int  kCluster     = 1;  // CTAs that share an item; 0: all CTAs share all items
 
 constexpr int   kTile     = 32;  // tokens
-constexpr int   kSubs     = kTile / 16;
 constexpr int   kThreads  = kWarps * kWarp;
 constexpr int   kTokenWarps = kWarps / kHeadWarps;  // warps that take different tokens
 constexpr int   kBlocks   = kRows / 8;
@@ -581,6 +862,9 @@ struct Operands {
   float soft_cap;
 };
 using Request = TiledRequest<kTile, kRows, kHeadWarps>;
+using Mask    = Select<kMasked, TokenMask, NoMask>;
+using State   = Softmax<kBlocks, kTile, kWidth, true>;
+using Scales  = State::Scales;
 
 struct Queries { uint32 words[kBlocks][kSteps][2]; };
 
@@ -607,22 +891,13 @@ __device__ __forceinline__ int token_of(const Operands& p, int row) {
   return int(__umulhi(4 * row, p.group_inverse));  // exact below 2^23
 }
 
-// The tokens that a query row sees: from `first` to before `end`.
-struct Span {
-  int first, end;
-
-  __device__ __forceinline__ Span(const Operands& p, const Request& r, int row) {
-    end   = r.tokens - r.q_len + min(token_of(p, row), r.q_len - 1) + 1;
-    first = p.window_left < 0 ? 0 : end - 1 - p.window_left;
-  }
-};
-
 // Tiles that all query rows of a request see in full: those that begin at `first` to `first + width`.
 struct Inner {
   int first, width;
 
   __device__ __forceinline__ Inner(const Operands& p, const Request& r) {
-    const int begin = max(0, Span(p, r, r.q_len * p.group - 1).first), end = Span(p, r, 0).end - kTile;
+    const int begin = Span(p, r, r.q_len - 1, true).first;
+    const int end = Mask::end_for_all(p, r, Span(p, r, 0, true).end) - kTile;
     first = uniform(end < begin ? kMostTokens : begin), width = uniform(max(end - begin, 0));
   }
   __device__ __forceinline__ bool has(int start) const { return uint32(start - first) <= uint32(width); }
@@ -1478,43 +1753,11 @@ template <class Operands> __device__ __forceinline__ float output_scale(const Op
 // then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
 __device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
 
-// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
-// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
-template <class Operands>
-__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
-  float factor = 1.0f;
-  if (p.sinks) {
-    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
-    factor = ptx::ex2_approx(reference - top);
-    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
-  }
-  return factor;
-}
-// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
-__device__ __forceinline__ float row_lse(float reference, float sum) {
-  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
-}
-// By what sums of weighted values are multiplied: 0 for such a row.
-__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
-  return sum == 0.0f ? 0.0f : factor * scale / sum;
-}
-
 // ---- attention/queries -----------------------------------------------------
 // kRows query rows as the right factor of products, which has eight columns. They are converted once for a segment. In
 // float16, each row is first scaled by a power of two to a maximum near 2^14, which keeps all bits of bfloat16 values
 // over 28 binades; Scales has the inverse.
 constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // registers of eight neighbouring elements
-
-// Factors from products to exponents of two, for the two columns of this lane in each block. They are positive.
-struct Scales {
-  float x[kBlocks][2];
-  __device__ __forceinline__ static Scales ones() {
-    Scales scales;
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
-    return scales;
-  }
-};
 
 // The rows as they are stored. They are loaded while the results of the segment before are written.
 struct RawQueries {
@@ -1589,139 +1832,47 @@ struct RawQueries {
   }
 };
 
-// ---- attention/soft_cap ----------------------------------------------------
-// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
-// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
-__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
-  constexpr float kToTwo = 1.44269504f;  // from exponents of e
-  const float cap = soft_cap * kToTwo;
-  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
-  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
-}
+// ---- attention/ending ------------------------------------------------------
+// The end of a query row: where its outputs go, its sink, its lse, and its outputs as they are stored.
+struct OutputRow {
+  int   head;
+  int64 at;  // among the rows of all heads and query tokens
 
-// ---- attention/softmax -----------------------------------------------------
-// Online softmax of a warp's tiles, in powers of two. A weight is 2^(x - reference). The reference is near the maximum
-// of x so far: the x that set it has the weight 2^kHeadroom, and it moves only when a weight would be above 2^kLargest,
-// so that float16 holds every weight.
-constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
-constexpr float kNone = -0x1p126f;  // the reference before the first token
-
-using Logits = float[kSubs][kBlocks][4];  // of 16 tokens each; times Scales, the exponents of powers of two
-
-struct State {
-  float reference[kBlocks][2];
-  float sum[kBlocks][2];  // of the weights of this lane's tokens
-  float o[kBlocks][kSteps][4];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) reference[n][i] = kNone, sum[n][i] = 0.0f;
-#pragma unroll
-      for (int m = 0; m < kSteps; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[n][m][i] = 0.0f;
-      }
-    }
-  }
-
-  // Makes products exponents. Moves a reference up where one would be above kLargest.
-  __device__ __forceinline__ void to_exponents(Logits& x, const Scales& scales) {
-    Logits y;
-    int most = __float_as_int(kNone);  // if one is positive, the largest float is the largest integer, too
-    set_exponents(x, scales, y);
-#pragma unroll
-    for (int u = 0; u < kSubs; ++u) {
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          most = max(max(most, __float_as_int(y[u][n][i])), __float_as_int(y[u][n][i + 1]));
-        }
-      }
-    }
-    if (__any_sync(~0u, most > __float_as_int(kLargest))) {
-      raise(x, scales);
-      set_exponents(x, scales, y);
-    }
-#pragma unroll
-    for (int u = 0; u < kSubs; ++u) {
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[u][n][i] = y[u][n][i];
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ void set_exponents(const Logits& x, const Scales& scales, Logits& y) const {
-#pragma unroll
-    for (int u = 0; u < kSubs; ++u) {
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[u][n][i] = fmaf(x[u][n][i], scales.x[n][i % 2], -reference[n][i % 2]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void raise(const Logits& x, const Scales& scales) {
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float next = fmaxf(x[0][n][i], x[0][n][i + 2]);
-#pragma unroll
-        for (int u = 1; u < kSubs; ++u) next = fmaxf(next, fmaxf(x[u][n][i], x[u][n][i + 2]));
-#pragma unroll
-        for (int distance = 4; distance < kWarp; distance *= 2) {
-          next = fmaxf(next, __shfl_xor_sync(~0u, next, distance));
-        }
-        next *= scales.x[n][i];
-        next = next - reference[n][i] > kLargest ? next - kHeadroom : reference[n][i];
-        const float factor = ptx::ex2_approx(reference[n][i] - next);
-        reference[n][i] = next;
-        sum[n][i] *= factor;
-#pragma unroll
-        for (int m = 0; m < kSteps; ++m) o[n][m][i] *= factor, o[n][m][i + 2] *= factor;
-      }
-    }
-  }
+  // Of query token `token` of request r, and head `in_group` of those that share a KV head
+  template <class Operands, class Request>
+  __device__ __forceinline__ OutputRow(const Operands& p, const Request& r, int kv_head, int token, int in_group)
+      : head(kv_head * p.group + in_group), at(int64(r.q_begin + token) * p.kv_heads * p.group + head) {}
 };
 
-// Makes products capped exponents.
-__device__ __forceinline__ void cap(const Operands& p, Logits& x, const Scales& scales) {
-#pragma unroll
-  for (int u = 0; u < kSubs; ++u) {
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[u][n][i] = soft_capped(p.soft_cap, x[u][n][i], scales.x[n][i % 2]);
-    }
+// Stores the lse of a row, base two, if this lane `stores` it: -inf for a row that sees no token. Its weights are
+// 2^(x - reference), and `sum` is that of all. The sink of a head is one more logit, whose token has no value. Returns
+// what sums of weighted values are multiplied by: `scale` over the sum, 0 for a row that sees no token.
+template <class Operands>
+__device__ __forceinline__ float end_row(
+    const Operands& p, const OutputRow& row, bool stores, float scale, float reference, float sum) {
+  if (p.sinks) {
+    const float sink = p.sinks[row.head] * kLog2E, top = fmaxf(sink, reference);
+    const float factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+    scale *= factor;
   }
+  if (p.lse && stores) p.lse[row.at] = sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+  return sum == 0.0f ? 0.0f : scale / sum;
 }
 
-// Sets x to -inf for tokens that a row does not see or that have no page. Returns a bit for each token that is there,
-// none for those before the first that is seen.
-__device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, const Partial& tile, Logits& x) {
-  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Span span(p, s.request, s.first_row() + 8 * n + 2 * c + i);
-#pragma unroll
-      for (int u = 0; u < 2 * kSubs; ++u) {
-        const int token = g + u * 8, at = tile.start + token;
-        const bool seen = at >= span.first && at < span.end && !(tile.absent >> token & 1);
-        if (!seen) x[u / 2][n][u % 2 * 2 + i] = __uint_as_float(0xFF800000u);
-      }
-    }
-  }
-  const int rest = s.request.tokens - tile.start, hidden = max(0, s.request.first_token(p) - tile.start);
-  return ~tile.absent & ~0u << hidden & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
+// Two neighbouring outputs as they are stored: 16 bits or 32
+template <class Out> __device__ __forceinline__ uint32 to_outputs(float a, float b) {
+  if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
+  else return to_pair<Out>(a, b);
+}
+template <class Out> __device__ __forceinline__ void store_outputs(Out* out, float2 v) {
+  using Two = Select<sizeof(Out) == 1, uint16, uint32>;
+  *reinterpret_cast<Two*>(out) = Two(to_outputs<Out>(v.x, v.y));
+}
+template <class Out> __device__ __forceinline__ void store_outputs(Out* out, float4 v) {
+  const uint32 a = to_outputs<Out>(v.x, v.y), b = to_outputs<Out>(v.z, v.w);
+  if constexpr (sizeof(Out) == 1) *reinterpret_cast<uint32*>(out) = a | b << 16;
+  else *reinterpret_cast<uint2*>(out) = {a, b};
 }
 
 // ---- partials/named_barriers -----------------------------------------------
@@ -1778,41 +1929,26 @@ struct Slot {
   }
 };
 
-__device__ __forceinline__ void store_out(Out* out, float4 v) {
-  if constexpr (sizeof(Out) == 1) {
-    *reinterpret_cast<uint32*>(out) =
-        encode_e4m3(v.x) | encode_e4m3(v.y) << 8 | encode_e4m3(v.z) << 16 | uint32(encode_e4m3(v.w)) << 24;
-  } else {
-    using Half = Select<sizeof(Out) == 2, Out, f16>;
-    *reinterpret_cast<uint2*>(out) = {to_pair<Half>(v.x, v.y), to_pair<Half>(v.z, v.w)};
-  }
-}
-
 __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad quad, int line, int dim) {
   const int block_row = s.first_row() + line % kRows;
   if (block_row >= s.request.q_len * p.group || (kHeadDim < kWidth && dim >= kHeadDim)) return;
   const int   token = token_of(p, block_row);
-  const int   head  = s.head(line / kRows) * p.group + block_row - token * p.group;
-  const int64 at    = int64(s.request.q_begin + token) * p.kv_heads * p.group + head;
-  float factor = add_sink(p, head, quad.reference, quad.sum);
-  if (p.lse && dim == 0) p.lse[at] = row_lse(quad.reference, quad.sum);
-  const float scale = output_scale(p, kValueUnit);
-  factor = output_factor(factor, scale, quad.sum);
-  store_out(p.out + at * kHeadDim + dim, {quad.o.x * factor, quad.o.y * factor, quad.o.z * factor, quad.o.w * factor});
+  const OutputRow row(p, s.request, s.head(line / kRows), token, block_row - token * p.group);
+  const float scale = end_row(p, row, dim == 0, output_scale(p, kValueUnit), quad.reference, quad.sum);
+  const float4 o = quad.o;
+  store_outputs(p.out + row.at * kHeadDim + dim, float4{o.x * scale, o.y * scale, o.z * scale, o.w * scale});
 }
 
 // Writes the state of a warp to its part.
 __device__ __forceinline__ void put(State& state, Part& part) {
   const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+  state.close();
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 8 * n + 2 * c + i;
-      float sum = state.sum[n][i];
-#pragma unroll
-      for (int distance = 4; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-      if (g == 0) part.reference[row] = state.reference[n][i], part.sum[row] = sum;
+      if (g == 0) part.reference[row] = state.reference[n][i], part.sum[row] = state.sum[n][i];
       if constexpr (kHalves) {
 #pragma unroll
         for (int m = 0; m < kSteps; ++m) {
@@ -1830,21 +1966,26 @@ __device__ __forceinline__ void put(State& state, Part& part) {
   }
 }
 
-__device__ __forceinline__ Quad sum_of_warps(const Part (&parts)[kWarps], int line, int dim) {
-  const int first = line / kRows, row = line % kRows;
+// Adds up kCount parts, of which references(i), sums(i) and outputs(i) are what part i has of a line.
+template <int kCount, class References, class Sums, class Outputs>
+__device__ __forceinline__ Quad sum_of(References references, Sums sums, Outputs outputs) {
   Quad quad = {kNone, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
-  for (int i = 0; i < kTokenWarps; ++i) {
-    quad.reference = fmaxf(quad.reference, parts[first + i * kHeadWarps].reference[row]);
-  }
+  for (int i = 0; i < kCount; ++i) quad.reference = fmaxf(quad.reference, references(i));
 #pragma unroll
-  for (int i = 0; i < kTokenWarps; ++i) {
-    const int w = first + i * kHeadWarps;
-    const float f = ptx::ex2_approx(parts[w].reference[row] - quad.reference);
-    quad.sum = fmaf(f, parts[w].sum[row], quad.sum);
-    quad.add(f, *reinterpret_cast<const float4*>(&parts[w].o[row][dim]));
+  for (int i = 0; i < kCount; ++i) {
+    const float f = ptx::ex2_approx(references(i) - quad.reference);
+    quad.sum = fmaf(f, sums(i), quad.sum);
+    quad.add(f, *reinterpret_cast<const float4*>(outputs(i)));
   }
   return quad;
+}
+
+__device__ __forceinline__ Quad sum_of_warps(const Part (&parts)[kWarps], int line, int dim) {
+  const int first = line / kRows, row = line % kRows;
+  const auto part = [&](int i) -> const Part& { return parts[first + i * kHeadWarps]; };
+  return sum_of<kTokenWarps>([&](int i) { return part(i).reference[row]; }, [&](int i) { return part(i).sum[row]; },
+                             [&](int i) { return &part(i).o[row][dim]; });
 }
 
 // The parts that one CTA adds up: the last part of every `step` CTAs from `begin` on, and that of CTA `last`.
@@ -1923,6 +2064,11 @@ __device__ __forceinline__ bool comes_last(uint32* counter, int line, int others
 
 // Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other
 // warps need not wait for that.
+//
+//   others    put, arrive kUnsettled | all tiles of the next segment                              | sync kSettled, put
+//   settlers  put | first of these   | sync kUnsettled | sums, outputs | arrive kSettled | others | put
+//
+// Settlers also wait for each other, kAmongSettlers, before one of them puts its next part.
 constexpr int kSettlers = kWarps < 4 ? 0 : kWarps < 8 ? 2 : kWarps / 3, kFirstSettler = kWarps - kSettlers;
 enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
 
@@ -2093,15 +2239,9 @@ __device__ __forceinline__ void combine(
   for (int i = threadIdx.x; i < kOwned * kRowQuads; i += kThreads) {
     const int own = i / kRowQuads, dim = i % kRowQuads * 4, line = rank * kOwned + own;
     if (!is_used(line)) continue;
-    Quad quad = {kNone, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
-#pragma unroll
-    for (int c = 0; c < kSenders; ++c) quad.reference = fmaxf(quad.reference, incoming.reference[c][own]);
-#pragma unroll
-    for (int c = 0; c < kSenders; ++c) {
-      const float f = ptx::ex2_approx(incoming.reference[c][own] - quad.reference);
-      quad.sum = fmaf(f, incoming.sum[c][own], quad.sum);
-      quad.add(f, *reinterpret_cast<const float4*>(&incoming.o[c][own][dim]));
-    }
+    const Quad quad = sum_of<kSenders>([&](int c) { return incoming.reference[c][own]; },
+                                       [&](int c) { return incoming.sum[c][own]; },
+                                       [&](int c) { return &incoming.o[c][own][dim]; });
     finish(p, s, quad, line, dim);
   }
   if (more) ptx::cluster_arrive();
@@ -2118,32 +2258,48 @@ struct Shared {
 static_assert(sizeof(Shared) == 59392, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
+// Hides what rows do not see. Returns a bit for each token that is there, none for those before the first that is seen.
+__device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, const Partial& tile, State::Logits& x) {
+  const uint32 there[1] = {~tile.absent};
+  const Mask   given(p, s.request, s.b);
+  State::hide(x, threadIdx.x % kWarp, [&](int n, int i) {
+    const int query = token_of(p, s.first_row() + 8 * n + threadIdx.x % 4 * 2 + i);
+    return Seen(p, s.request, query, !kMasked, given, tile.start, there);
+  });
+  const int rest = s.request.tokens - tile.start, hidden = max(0, s.request.first_token(p) - tile.start);
+  return ~tile.absent & ~0u << hidden & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
+}
+
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Lane& lane,
                                        const Ring& ring, int stage, bool partial, const Queries& q,
                                        const Scales& scales, State& state) {
   const uint8* tile = ring.stages[0] + stage;
-  Logits x;
+  State::Logits x;
 #pragma unroll
-  for (int u = 0; u < kSubs; ++u) scores(tile, 16 * u, lane, q, x[u]);
-  if constexpr (kSoftCap) cap(p, x, scales);
+  for (int u = 0; u < State::kFours; ++u) {
+    float of_16[kBlocks][4];
+    scores(tile, 16 * u, lane, q, of_16);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[n][u][i] = of_16[n][i];
+    }
+  }
+  if constexpr (kSoftCap) State::cap(p.soft_cap, x, scales);
   uint32 present = ~0u;
   if (__any_sync(~0u, partial)) present = mask(p, s, ring.partial[stage / kStageBytes], x);
-  state.to_exponents(x, kSoftCap ? Scales::ones() : scales);
+  if (state.refer(x, kSoftCap ? Scales::ones() : scales)) state.move();
 #pragma unroll
-  for (int u = 0; u < kSubs; ++u) {
+  for (int u = 0; u < State::kFours; ++u) {
     Values v(tile, 16 * u, lane);
     v.keep(present >> 16 * u);
     uint32 weights[kBlocks][2];
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x[u][n][i] = ptx::ex2_approx(x[u][n][i]);
-        state.sum[n][i % 2] += x[u][n][i];
-      }
+      state.weigh(n, x[n][u]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        weights[n][i] = ptx::transpose(to_pair<Mma>(x[u][n][2 * i], x[u][n][2 * i + 1]));
+        weights[n][i] = ptx::transpose(to_pair<Mma>(x[n][u][2 * i], x[n][u][2 * i + 1]));
       }
     }
     v.multiply(weights, state.o);

@@ -499,6 +499,19 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
+// The tokens that a query sees: from `first` to before `end`
+struct Span {
+  int first, end;
+
+  // Of query token `query` of a request, or of its last
+  template <class Operands, class Request>
+  __device__ __forceinline__ Span(const Operands& p, const Request& r, int query, bool causal) {
+    const int at = r.tokens - r.q_len + min(query, r.q_len - 1);
+    first = p.window_left < 0 ? 0 : max(0, at - min(p.window_left, kMostTokens));
+    end   = causal ? at + 1 : r.tokens;
+  }
+};
+
 // ---- attention/cvt_e2m1 ----------------------------------------------------
 namespace ptx {
 // Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
@@ -551,6 +564,7 @@ constexpr int  kHeadDim     = 128;
 constexpr int  kWidth       = 128;  // of rows in shared memory, of which products take kHeadDim elements
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kSoftCap     = false;  // logits are capped
+constexpr bool kMasked      = false;  // by the caller
 constexpr int  kWarps       = 4;
 constexpr int  kWarpRows    = 16;
 constexpr int  kTile        = 64;  // tokens
@@ -644,13 +658,51 @@ struct TokenMask {
     const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
     return uint32(seen << before) | uint32((uint64(1) << before) - 1);
   }
+  // The end of the tokens that the queries of request r see from where the last sees them; `end`: without a mask
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int end_for_all(const Operands& p, const Request& r, int) {
+    return first_of(p, r);
+  }
+};
+
+// No mask: a query sees all tokens of its span.
+struct NoMask {
+  NoMask() = default;
+  template <class Operands, class Request> __device__ __forceinline__ NoMask(const Operands&, const Request&, int) {}
+  template <class Operands> __device__ __forceinline__ uint32 bits(const Operands&, int, int) const { return ~0u; }
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int end_for_all(const Operands&, const Request&, int end) {
+    return end;
+  }
+};
+
+// Bits of words that are below bit n
+__device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
+
+// What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
+template <class Operands, class Mask, int kWords> struct Seen {
+  const Operands& p;
+  const Mask&     mask;
+  const uint32  (&there)[kWords];
+  int  query, start;
+  Span span;
+
+  template <class Request>
+  __device__ __forceinline__ Seen(const Operands& p, const Request& r, int query, bool causal, const Mask& mask,
+                                  int start, const uint32 (&there)[kWords])
+      : p(p), mask(mask), there(there), query(min(query, r.q_len - 1)), start(start), span(p, r, query, causal) {}
+
+  __device__ __forceinline__ uint32 bits(int w) const {
+    const int at = start + 32 * w;
+    return there[w] & mask.bits(p, query, at) & bits_below(span.end - at) & ~bits_below(span.first - at);
+  }
 };
 
 // ---- attention/blocks ------------------------------------------------------
 // The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
 // token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
 // come first: under a causal mask they see the most tokens, and blocks that start last should be short.
-template <int kTile, int kRows> struct RowBlock {
+template <int kTile, int kRows, class Mask> struct RowBlock : Mask {
   TiledRequest<kTile, kRows, 1> request;  // all warps of a CTA take the same KV head
   int head, first_row;
 
@@ -676,6 +728,7 @@ template <int kTile, int kRows> struct RowBlock {
         const int inside = int(blockIdx.x) - before - __shfl_sync(~0u, upto - own, found);
         request.load(p, base + found);
         head = inside / request.row_blocks;
+        mask() = Mask(p, request, base + found);
         first_row = (request.row_blocks - 1 - inside % request.row_blocks) * kRows;
         return true;
       }
@@ -686,31 +739,26 @@ template <int kTile, int kRows> struct RowBlock {
   template <class Operands> __device__ __forceinline__ int rows(const Operands& p) const {
     return request.q_len * p.group;
   }
+  __device__ __forceinline__ Mask& mask() { return *this; }
+  __device__ __forceinline__ const Mask& mask() const { return *this; }
 };
 
 // The tokens that several rows see, from `first` to before `end`: those that some row sees, and those that all see.
 struct Sight {
-  int at_first, at_last;  // the queries' own positions in the request
-  int tokens, window;
-  bool causal;
+  Span of_first, of_last;
 
   // For `count` rows from `row` on
   template <class Operands, class Block>
-  __device__ __forceinline__ Sight(const Operands& p, const Block& block, int row, int count) {
-    const auto& r = block.request;
-    const int last = r.q_len - 1;
-    at_first = r.tokens - r.q_len + min(row / p.group, last);
-    at_last  = r.tokens - r.q_len + min((row + count - 1) / p.group, last);
-    tokens = r.tokens, causal = p.causal;
-    window = p.window_left < 0 ? 1 << 29 : min(p.window_left, 1 << 29);
-  }
-  __device__ __forceinline__ int some_first() const { return max(0, at_first - window); }
-  __device__ __forceinline__ int some_end() const { return causal ? max(0, at_last + 1) : tokens; }
-  __device__ __forceinline__ int all_first() const { return at_last - window; }
-  __device__ __forceinline__ int all_end() const { return causal ? at_first + 1 : tokens; }
+  __device__ __forceinline__ Sight(const Operands& p, const Block& block, int row, int count)
+      : of_first(p, block.request, row / p.group, p.causal),
+        of_last(p, block.request, (row + count - 1) / p.group, p.causal) {}
+  __device__ __forceinline__ int some_first() const { return of_first.first; }
+  __device__ __forceinline__ int some_end() const { return max(0, of_last.end); }
+  __device__ __forceinline__ int all_first() const { return of_last.first; }
+  __device__ __forceinline__ int all_end() const { return of_first.end; }
 };
 
-using Block   = RowBlock<kTile, kRows>;
+using Block   = RowBlock<kTile, kRows, Select<kMasked, TokenMask, NoMask>>;
 using Request = decltype(Block::request);
 
 // ---- attention/columns -----------------------------------------------------
@@ -889,32 +937,6 @@ using Tiles  = CacheTiles<kCacheBits, kHeadDim, kWidth, kInterleaved, kTile, kTh
 using Shared = Tiles::Shared;
 using Lookup = Tiles::Lookup;
 
-// ---- attention/references --------------------------------------------------
-// The references of an online softmax of query rows, and the rows' factors.
-//
-// A weight is 2^(x - reference). The reference is near the maximum of x so far: the x that set it has the weight
-// 2^kHeadroom, and it moves only when a weight would be above 2^kLargest, so that float16 holds every weight.
-constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
-constexpr float kNone = -0x1p126f;  // the reference before the first token
-
-// The reference of a row whose largest x so far is `top`
-__device__ __forceinline__ float next_reference(float top, float reference) {
-  return top - reference > kLargest ? top - kHeadroom : reference;
-}
-
-// Factors from products of query rows, two of each kBlocks, to exponents of two. They are positive: the largest product
-// stays largest.
-template <int kBlocks> struct RowScales {
-  float x[kBlocks][2];
-
-  __device__ __forceinline__ static RowScales ones() {
-    RowScales scales;
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
-    return scales;
-  }
-};
-
 // ---- attention/scales ------------------------------------------------------
 // The factors around a softmax in powers of two: of queries before it, of outputs behind it.
 constexpr float kLog2E = 1.44269504f;
@@ -932,25 +954,47 @@ template <class Operands> __device__ __forceinline__ float output_scale(const Op
 // then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
 __device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
 
-// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
-// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+// ---- attention/ending ------------------------------------------------------
+// The end of a query row: where its outputs go, its sink, its lse, and its outputs as they are stored.
+struct OutputRow {
+  int   head;
+  int64 at;  // among the rows of all heads and query tokens
+
+  // Of query token `token` of request r, and head `in_group` of those that share a KV head
+  template <class Operands, class Request>
+  __device__ __forceinline__ OutputRow(const Operands& p, const Request& r, int kv_head, int token, int in_group)
+      : head(kv_head * p.group + in_group), at(int64(r.q_begin + token) * p.kv_heads * p.group + head) {}
+};
+
+// Stores the lse of a row, base two, if this lane `stores` it: -inf for a row that sees no token. Its weights are
+// 2^(x - reference), and `sum` is that of all. The sink of a head is one more logit, whose token has no value. Returns
+// what sums of weighted values are multiplied by: `scale` over the sum, 0 for a row that sees no token.
 template <class Operands>
-__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
-  float factor = 1.0f;
+__device__ __forceinline__ float end_row(
+    const Operands& p, const OutputRow& row, bool stores, float scale, float reference, float sum) {
   if (p.sinks) {
-    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
-    factor = ptx::ex2_approx(reference - top);
+    const float sink = p.sinks[row.head] * kLog2E, top = fmaxf(sink, reference);
+    const float factor = ptx::ex2_approx(reference - top);
     sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+    scale *= factor;
   }
-  return factor;
+  if (p.lse && stores) p.lse[row.at] = sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+  return sum == 0.0f ? 0.0f : scale / sum;
 }
-// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
-__device__ __forceinline__ float row_lse(float reference, float sum) {
-  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+
+// Two neighbouring outputs as they are stored: 16 bits or 32
+template <class Out> __device__ __forceinline__ uint32 to_outputs(float a, float b) {
+  if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
+  else return to_pair<Out>(a, b);
 }
-// By what sums of weighted values are multiplied: 0 for such a row.
-__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
-  return sum == 0.0f ? 0.0f : factor * scale / sum;
+template <class Out> __device__ __forceinline__ void store_outputs(Out* out, float2 v) {
+  using Two = Select<sizeof(Out) == 1, uint16, uint32>;
+  *reinterpret_cast<Two*>(out) = Two(to_outputs<Out>(v.x, v.y));
+}
+template <class Out> __device__ __forceinline__ void store_outputs(Out* out, float4 v) {
+  const uint32 a = to_outputs<Out>(v.x, v.y), b = to_outputs<Out>(v.z, v.w);
+  if constexpr (sizeof(Out) == 1) *reinterpret_cast<uint32*>(out) = a | b << 16;
+  else *reinterpret_cast<uint2*>(out) = {a, b};
 }
 
 // ---- attention/soft_cap ----------------------------------------------------
@@ -963,10 +1007,194 @@ __device__ __forceinline__ float soft_capped(float soft_cap, float product, floa
   return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
 }
 
+// ---- attention/softmax -----------------------------------------------------
+// The online softmax of a warp's query rows, in powers of two.
+//
+// A weight is 2^(x - reference). The reference is near the maximum of x so far: the x that set it has the weight
+// 2^kHeadroom, and it moves only when a weight would be above 2^kLargest, so that float16 holds every weight.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
+constexpr float kNone = -0x1p126f;  // the reference of a row without a weight
+
+// Factors from products of query rows, two of each kBlocks, to exponents of two. They are positive: the largest product
+// stays largest.
+template <int kBlocks> struct RowScales {
+  float x[kBlocks][2];
+
+  __device__ __forceinline__ static RowScales ones() {
+    RowScales scales;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
+
+// Fours as products of warpgroups take them
+template <int kBlocks, int kFours>
+__device__ __forceinline__ float (&flat(float (&x)[kBlocks][kFours][4]))[kBlocks * kFours * 4] {
+  return reinterpret_cast<float(&)[kBlocks * kFours * 4]>(x);
+}
+
+// Tensor cores leave a lane two rows of each of kBlocks blocks, in fours: with g = lane / 4 and c = lane % 4, rows g
+// and g + 8 of a block, and of each 8 tokens or dimensions those at 2 c and 2 c + 1. With kColumns rows are the columns
+// of products: rows 2 c and 2 c + 1 of a block, and of each 16 tokens or dimensions those at g and g + 8.
+template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
+  static constexpr int kFours = kTile / (kColumns ? 16 : 8), kSums = kDims / (kColumns ? 16 : 8);
+  using Logits = float[kBlocks][kFours][4];
+  using Scales = RowScales<kBlocks>;
+
+  float reference[kBlocks][2];
+  float sum[kBlocks][2];     // of the weights that this lane has seen
+  float factor[kBlocks][2];  // of the last move
+  float o[kBlocks][kSums][4];  // of weighted values
+
+  // Which of a lane's two rows of a block number i of four is of
+  __device__ __forceinline__ static constexpr int row_of(int i) { return kColumns ? i % 2 : i / 2; }
+  // Calls f with each of the distances between the lanes that share a row.
+  template <class F> __device__ __forceinline__ static void over_lanes(F f) {
+#pragma unroll
+    for (int distance = kColumns ? 4 : 1; distance < (kColumns ? kWarp : 4); distance *= 2) f(distance);
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      reference[n][0] = reference[n][1] = sum[n][0] = sum[n][1] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kSums; ++m) o[n][m][0] = o[n][m][1] = o[n][m][2] = o[n][m][3] = 0.0f;
+    }
+  }
+
+  // Makes products capped exponents.
+  __device__ __forceinline__ static void cap(float soft_cap, Logits& x, const Scales& scales) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(soft_cap, x[n][u][i], scales.x[n][row_of(i)]);
+      }
+    }
+  }
+
+  // Makes products of tokens that their row does not see -inf. seen(n, i) is what row i of block n sees of the tile.
+  template <class F> __device__ __forceinline__ static void hide(Logits& x, int lane, F seen) {
+    constexpr int kWordFours = kColumns ? 2 : 4;  // of 32 tokens
+    const int own = kColumns ? lane / 4 : lane % 4 * 2;  // a lane's first token
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const auto upper = seen(n, 0), lower = seen(n, 1);
+#pragma unroll
+      for (int w = 0; w * kWordFours < kFours; ++w) {
+        const uint32 bits[2] = {upper.bits(w) >> own, lower.bits(w) >> own};
+#pragma unroll
+        for (int u = 0; u < kWordFours && w * kWordFours + u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int token = kColumns ? 16 * u + i / 2 * 8 : 8 * u + i % 2;
+            if (!(bits[row_of(i)] >> token & 1)) x[n][w * kWordFours + u][i] = __uint_as_float(0xFF800000u);
+          }
+        }
+      }
+    }
+  }
+
+  // Makes products exponents. Returns whether references moved: then the sums of weighted values must follow.
+  __device__ __forceinline__ bool refer(Logits& x, const Scales& scales) {
+    bool fresh = false;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][u][i] = fmaf(x[n][u][i], scales.x[n][row_of(i)], -reference[n][row_of(i)]);
+      }
+      fresh = fresh || sum[n][0] == 0.0f || sum[n][1] == 0.0f;
+    }
+    // Above a positive bound floats are in order as integers, of which one instruction takes the largest of three.
+    const float (&all)[kBlocks * kFours * 4] = flat(x);
+    int32 most[2] = {__float_as_int(all[0]), __float_as_int(all[1])};
+#pragma unroll
+    for (int i = 2; i < kBlocks * kFours * 4; i += 4) {
+      most[0] = max(max(most[0], __float_as_int(all[i])), __float_as_int(all[i + 1]));
+      if (i + 3 < kBlocks * kFours * 4) {
+        most[1] = max(max(most[1], __float_as_int(all[i + 2])), __float_as_int(all[i + 3]));
+      }
+    }
+    const bool rises = max(most[0], most[1]) > __float_as_int(kLargest);
+    const bool moved = __any_sync(~0u, rises || fresh);
+    if (moved) raise(x);
+    return moved;
+  }
+  __device__ __forceinline__ void move() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int m = 0; m < kSums; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][m][i] *= factor[n][row_of(i)];
+      }
+    }
+  }
+  // Makes four exponents of block n weights.
+  __device__ __forceinline__ void weigh(int n, float (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = ptx::ex2_approx(x[i]);
+      sum[n][row_of(i)] += x[i];
+    }
+  }
+
+  // Adds up the weights that the lanes of a row have seen.
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        over_lanes([&](int distance) { sum[n][i] += __shfl_xor_sync(~0u, sum[n][i], distance); });
+        if (sum[n][i] == 0.0f) reference[n][i] = kNone;
+      }
+    }
+  }
+
+ private:
+  // Moves the references of rows with an exponent above kLargest, or without a weight so far.
+  __device__ __forceinline__ void raise(Logits& x) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float top = x[n][0][kColumns ? row : 2 * row], seen = sum[n][row];
+#pragma unroll
+        for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (row_of(i) == row) top = fmaxf(top, x[n][u][i]);
+          }
+        }
+        over_lanes([&](int distance) {
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+          seen += __shfl_xor_sync(~0u, seen, distance);
+        });
+        const bool  fresh = seen == 0.0f && top >= kNone;
+        const float by    = fresh || top > kLargest ? top - kHeadroom : 0.0f;
+        factor[n][row] = seen == 0.0f ? 1.0f : ptx::ex2_approx(-by);
+        reference[n][row] += by, sum[n][row] *= factor[n][row];
+#pragma unroll
+        for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (row_of(i) == row) x[n][u][i] -= by;
+          }
+        }
+      }
+    }
+  }
+};
+
 // ---- attention/rows --------------------------------------------------------
-// The 16 kParts query rows of a warp, which are the left factor of the product with K, and their online softmax in
-// powers of two. Of each 16 rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a
-// power of two to a maximum near 2^14, which keeps all bits of bfloat16 values over 28 binades.
+// The 16 kParts query rows of a warp, which are the left factor of the product with K, and their ending. Of each 16
+// rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a power of two to a maximum
+// near 2^14, which keeps all bits of bfloat16 values over 28 binades.
 // The row of a lane's elements in part n, half i.
 template <int kParts, class Block> __device__ __forceinline__ int row_of(const Block& block, int n, int i) {
   return block.first_row + threadIdx.x / kWarp * (16 * kParts) + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
@@ -1060,142 +1288,45 @@ template <class Query, class Mma, int kHeadDim, int kParts, int kThreads, bool k
   }
 };
 
-// Their softmax, over tiles of kTile tokens
-template <int kParts, int kTile, int kHeadDim> struct RowSoftmax {
-  using Products = float[kParts][kTile / 8][4];  // of queries and keys, 8 tokens each
-  using Scales   = RowScales<kParts>;
-
-  float reference[kParts][2];  // near the maximum so far: exponents are taken against it
-  float sum[kParts][2];  // of the weights of this lane's tokens
-  float o[kParts][kHeadDim / 8][4];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < kParts; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) reference[n][i] = kNone, sum[n][i] = 0.0f;
-#pragma unroll
-      for (int m = 0; m < kHeadDim / 8; ++m) o[n][m][0] = o[n][m][1] = o[n][m][2] = o[n][m][3] = 0.0f;
-    }
-  }
-
-  // Makes products capped exponents.
-  __device__ __forceinline__ static void cap(float soft_cap, Products& x, const Scales& scales) {
-#pragma unroll
-    for (int n = 0; n < kParts; ++n) {
-#pragma unroll
-      for (int u = 0; u < kTile / 8; ++u) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(soft_cap, x[n][u][i], scales.x[n][i / 2]);
-      }
-    }
-  }
-
-  // Moves a reference up where an exponent would be above kLargest.
-  __device__ __forceinline__ void keep_above(const Products& x, const Scales& scales) {
-    float most = kNone, top[kParts][2];
-#pragma unroll
-    for (int n = 0; n < kParts; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        top[n][i] = fmaxf(x[n][0][2 * i], x[n][0][2 * i + 1]);
-#pragma unroll
-        for (int u = 1; u < kTile / 8; ++u) top[n][i] = fmaxf(top[n][i], fmaxf(x[n][u][2 * i], x[n][u][2 * i + 1]));
-        top[n][i] *= scales.x[n][i];
-        most = fmaxf(most, top[n][i] - reference[n][i]);
-      }
-    }
-    if (!__any_sync(~0u, most > kLargest)) return;
-#pragma unroll
-    for (int n = 0; n < kParts; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float next = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], 1));
-        next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
-        next = next_reference(next, reference[n][i]);
-        const float factor = ptx::ex2_approx(reference[n][i] - next);
-        reference[n][i] = next;
-        sum[n][i] *= factor;
-#pragma unroll
-        for (int m = 0; m < kHeadDim / 8; ++m) o[n][m][2 * i] *= factor, o[n][m][2 * i + 1] *= factor;
-      }
-    }
-  }
-
-  // Writes the outputs of its rows. `one` is the number that stands for 1 in values.
-  template <class Operands, class Block>
-  __device__ __forceinline__ void finish(const Operands& p, const Block& block, float one) {
-    const float scale = output_scale(p, one);
-#pragma unroll
-    for (int n = 0; n < kParts; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float total = sum[n][i], top = reference[n][i];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        int row = row_of<kParts>(block, n, i);
-        asm volatile("" : "+r"(row));  // keeps the compiler from holding what load() computed of it
-        if (row >= block.rows(p)) continue;
-        const int head = block.head * p.group + row % p.group;
-        const int64 at = int64(block.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
-        float factor = add_sink(p, head, top, total);
-        const int c = threadIdx.x % 4;
-        if (p.lse && c == 0) p.lse[at] = row_lse(top, total);
-        factor = output_factor(factor, scale, total);
-        auto* out = p.out + at * kHeadDim + 2 * c;
-#pragma unroll
-        for (int m = 0; m < kHeadDim / 8; ++m) {
-          store_two(out + 8 * m, o[n][m][2 * i] * factor, o[n][m][2 * i + 1] * factor);
-        }
-      }
-    }
-  }
-
- private:
-  template <class Out> __device__ __forceinline__ static void store_two(Out* out, float a, float b) {
-    if constexpr (sizeof(Out) == 1) {
-      *reinterpret_cast<uint16*>(out) = encode_e4m3(a) | encode_e4m3(b) << 8;
-    } else {
-      *reinterpret_cast<uint32*>(out) = to_pair<Select<sizeof(Out) == 2, Out, f16>>(a, b);
-    }
-  }
-};
-
-using Queries  = RowQueries<Query, Mma, kHeadDim, kParts, kThreads, kHeldQueries>;
-using Scales   = RowScales<kParts>;
-using State    = RowSoftmax<kParts, kTile, kHeadDim>;
-using Products = State::Products;
-
-static_assert(sizeof(Shared) == 89088, "the launch counts on it");
-
-// ---- a tile ----------------------------------------------------------------
-// Sets x to -inf for tokens that a row does not see or that have no page.
-__device__ __forceinline__ void mask(
-    const Operands& p, const Block& block, int start, const uint32* present, Products& x) {
-  const int first_token = threadIdx.x % 4 * 2;
+// Writes the outputs of its rows. `one` is the number that stands for 1 in values.
+template <int kParts, int kTile, int kHeadDim, class Operands, class Block>
+__device__ __forceinline__ void finish(
+    Softmax<kParts, kTile, kHeadDim, false>& state, const Operands& p, const Block& block, float one) {
+  const float unit = output_scale(p, one);
+  state.close();
 #pragma unroll
   for (int n = 0; n < kParts; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Sight sight(p, block, row_of<kParts>(block, n, i), 1);
-      const int first = sight.all_first(), end = sight.all_end();
+      int at = row_of<kParts>(block, n, i);
+      asm volatile("" : "+r"(at));  // keeps the compiler from holding what load() computed of it
+      if (at >= block.rows(p)) continue;
+      const int c = threadIdx.x % 4;
+      const OutputRow row(p, block.request, block.head, at / p.group, at % p.group);
+      const float scale = end_row(p, row, c == 0, unit, state.reference[n][i], state.sum[n][i]);
+      auto* out = p.out + row.at * kHeadDim + 2 * c;
 #pragma unroll
-      for (int u = 0; u < kTile / 4; ++u) {
-        const int token = first_token + u / 2 * 8 + u % 2, at = start + token;
-        const bool there = present[token / kWarp] >> token % kWarp & 1;
-        if (at < first || at >= end || !there) x[n][u / 2][2 * i + u % 2] = __uint_as_float(0xFF800000u);
+      for (int m = 0; m < kHeadDim / 8; ++m) {
+        store_outputs(out + 8 * m, float2{state.o[n][m][2 * i] * scale, state.o[n][m][2 * i + 1] * scale});
       }
     }
   }
 }
 
+using Queries  = RowQueries<Query, Mma, kHeadDim, kParts, kThreads, kHeldQueries>;
+using State    = Softmax<kParts, kTile, kHeadDim, false>;
+using Scales   = State::Scales;
+
+static_assert(sizeof(Shared) == 89088, "the launch counts on it");
+
+// ---- a tile ----------------------------------------------------------------
 // `partial`: some row of the warp does not see all tokens of the tile.
 __device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
                                        bool partial, const Queries& q, const Scales& scales, State& state) {
   const int lane = threadIdx.x % kWarp;
   const uint32 k = ptx::shared_address(s.halves[tile % 2]) + Tiles::place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const uint32 v = ptx::shared_address(s.halves[tile % 2]) + Tiles::kSideBytes + Tiles::place_of(lane % 16, lane / 16);
-  Products x = {};
+  State::Logits x = {};
 #pragma unroll
   for (int m = 0; m < kSteps; ++m) {
     uint32 a[kParts][4];
@@ -1212,12 +1343,18 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
     }
   }
   if constexpr (kSoftCap) State::cap(p.soft_cap, x, scales);
-  const uint32* present = s.present[tile % Tiles::kPlaceTurns];
+  uint32 present[Tiles::kWords];
+#pragma unroll
+  for (int w = 0; w < Tiles::kWords; ++w) present[w] = s.present[tile % Tiles::kPlaceTurns][w];
   constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
   const bool whole = present[0] == kAll && (Tiles::kWords == 1 || present[Tiles::kWords - 1] == kAll);
-  if (partial || !whole) mask(p, block, start, present, x);
-  const Scales used = kSoftCap ? Scales::ones() : scales;
-  state.keep_above(x, used);
+  if (partial || !whole) {
+    State::hide(x, lane, [&](int n, int i) {
+      const int query = row_of<kParts>(block, n, i) / p.group;
+      return Seen(p, block.request, query, p.causal, block.mask(), start, present);
+    });
+  }
+  if (state.refer(x, kSoftCap ? Scales::ones() : scales)) state.move();
 #pragma unroll
   for (int u = 0; u < kTile / 16; ++u) {
     uint32 weights[kParts][4];
@@ -1225,14 +1362,9 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
     for (int n = 0; n < kParts; ++n) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {  // rows g, g + 8 of eight tokens, then of the next
-        float w[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float product = x[n][2 * u + j / 2][j % 2 * 2 + i];
-          w[i] = ptx::ex2_approx(fmaf(product, used.x[n][j % 2], -state.reference[n][j % 2]));
-          state.sum[n][j % 2] += w[i];
-        }
-        weights[n][j] = to_pair<Mma>(w[0], w[1]);
+        float (&four)[4] = x[n][2 * u + j / 2];
+        if (j % 2 == 0) state.weigh(n, four);
+        weights[n][j] = to_pair<Mma>(four[j % 2 * 2], four[j % 2 * 2 + 1]);
       }
     }
 #pragma unroll
@@ -1333,7 +1465,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
   const int first_row = block.first_row + threadIdx.x / kWarp * kWarpRows;
   const Sight sight(p, block, first_row, kWarpRows);
   const int first = sight.some_first(), end = first_row < block.rows(p) ? sight.some_end() : 0;
-  const int all_first = sight.all_first(), all_end = sight.all_end();
+  const int all_first = sight.all_first(), all_end = block.end_for_all(p, block.request, sight.all_end());
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int start = begin + tile * kTile;
@@ -1350,5 +1482,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
     ptx::copy_async_wait();
     __syncthreads();
   }
-  state.finish(p, block, Tiles::kUnit);
+  finish(state, p, block, Tiles::kUnit);
 }

@@ -1,5 +1,5 @@
 // attention_prefill_wgmma_masked, generated from templates/attention/prefill_wgmma_masked.cu.j2
-// spec: {"cache":"nvfp4","ctas":1,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","soft_cap":false,"stages":2,"teams":2,"tile":64,"turns":false,"two_tables":false}
+// spec: {"cache":"nvfp4","ctas":2,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","soft_cap":false,"stages":2,"teams":2,"tile":64,"turns":false,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
@@ -269,12 +269,6 @@ __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return
 // ---- attention/cluster_copies ----------------------------------------------
 // Writes to shared memory of another CTA of the cluster, and arrivals at its barriers.
 namespace ptx {
-// The place in the CTA `rank` that an address of this CTA's shared memory has in this one.
-__device__ __forceinline__ uint32 map_shared(uint32 address, uint32 rank) {
-  uint32 a;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(address), "r"(rank));
-  return a;
-}
 __device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
 }
@@ -410,6 +404,15 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/ring ---------------------------------------------------------
+// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
 // ---- partials/select -------------------------------------------------------
 // Select<kFirst, A, B> is the type A where kFirst is true, else B.
 template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
@@ -515,9 +518,19 @@ __device__ __forceinline__ void wgmma_outputs(float (&d)[64], const uint32 (&a)[
 }  // namespace ptx
 
 // Keeps the compiler from reading sums before the wait in front of this.
-template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
+template <int N> __device__ __forceinline__ void fence_operand(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// ---- attention/soft_cap ----------------------------------------------------
+// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
+// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
+__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
+  constexpr float kToTwo = 1.44269504f;  // from exponents of e
+  const float cap = soft_cap * kToTwo;
+  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
+  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
 }
 
 // ---- attention/request -----------------------------------------------------
@@ -555,94 +568,18 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
-// ---- spec ------------------------------------------------------------------
-constexpr int kCacheBits = 4;  // of an element of K and V
-using Query = bf16;
-using Out   = bf16;
-using Mma   = f16;  // what K, V, the queries and the weights are in products
-constexpr int  kHeadDim     = 128;
-constexpr int  kWidth       = 128;  // of rows in shared memory, and of outputs: zeros follow their elements
-constexpr bool kInterleaved = false;  // V's scales, by four tokens
-constexpr bool kSoftCap     = false;  // logits are capped
-constexpr bool kTwoTables   = false;   // K and V have pages of their own
-constexpr int  kTile        = 64;   // tokens
-constexpr int  kTeams       = 2;  // consumer warpgroups
-constexpr int  kStages      = 2;  // tiles of K, and of V, in shared memory
-constexpr bool kTurns       = false;  // teams start their products in turn
-constexpr int  kProducers   = 1;  // producer warpgroups
-constexpr int  kCtas        = 1;  // of a cluster
+// The tokens that a query sees: from `first` to before `end`
+struct Span {
+  int first, end;
 
-constexpr int kTeamRows  = 64;
-constexpr int kRows      = kCtas * kTeams * kTeamRows;  // of an item
-constexpr int kConsumers = kTeams * 128;  // threads
-constexpr int kThreads   = kConsumers + kProducers * 128;
-constexpr int kProducerRegisters = 80, kConsumerRegisters = 208;
-
-constexpr int kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
-constexpr int kBlocks     = kWidth / 64;  // of columns: 128 bytes of 16-bit floats
-constexpr int kBlockBytes = kTile * 128;
-constexpr int kSteps      = kTile / 16;
-
-// A group of producer warps takes a tile of K or V. Groups have one of the two, and its tiles in turn, if there are
-// enough of them.
-constexpr int kWarps  = kCacheBits == 16 ? 4 : kTile / 32;  // of a group
-constexpr int kGroups = kProducers * 4 / kWarps;
-constexpr int kSides  = kCtas == 1 ? 2 : 1;  // that a CTA expands
-constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
-
-struct Operands {
-  const Query* q;
-  const uint8* k;
-  const uint8* v;
-  const uint8* k_scales;
-  const uint8* v_scales;
-  const int32* tables;
-  const int32* seq_lens;
-  const int32* page_ends;
-  const int32* cum_q;
-  const float* sinks;
-  const float* bmm1_tensor;
-  const float* bmm2_tensor;
-  Out* out;
-  float* lse;
-  float bmm1;
-  float bmm2;
-  int batch;
-  int kv_heads;
-  int group;
-  int q_len;
-  int total_q;
-  int num_pages;
-  int page;
-  int max_pages;
-  int window_left;
-  int64 q_token_stride;
-  int64 q_head_stride;
-  int k_page_stride;
-  int k_token_stride;
-  int64 k_head_stride;
-  int v_page_stride;
-  int v_token_stride;
-  int64 v_head_stride;
-  int k_scales_page_stride;
-  int k_scales_token_stride;
-  int64 k_scales_head_stride;
-  int v_scales_page_stride;
-  int v_scales_token_stride;
-  int64 v_scales_head_stride;
-  int table_stride;
-  int v_table;
-  int causal;
-  uint8* workspace;
-  uint32* counters;
-  int most_parts;
-  float soft_cap;
-  const uint8* mask;
-  const int32* mask_ends;
-  int64 mask_bytes;
-  int mask_row_bytes;
+  // Of query token `query` of a request, or of its last
+  template <class Operands, class Request>
+  __device__ __forceinline__ Span(const Operands& p, const Request& r, int query, bool causal) {
+    const int at = r.tokens - r.q_len + min(query, r.q_len - 1);
+    first = p.window_left < 0 ? 0 : max(0, at - min(p.window_left, kMostTokens));
+    end   = causal ? at + 1 : r.tokens;
+  }
 };
-using Request = TiledRequest<kTile, kRows, 1>;  // all warps of a CTA take the same KV head
 
 // ---- attention/token_mask --------------------------------------------------
 // A mask of the caller's: a row of bits for each query token of a request, one for each token from `first` on. A query
@@ -678,6 +615,228 @@ struct TokenMask {
     const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
     return uint32(seen << before) | uint32((uint64(1) << before) - 1);
   }
+  // The end of the tokens that the queries of request r see from where the last sees them; `end`: without a mask
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int end_for_all(const Operands& p, const Request& r, int) {
+    return first_of(p, r);
+  }
+};
+
+// No mask: a query sees all tokens of its span.
+struct NoMask {
+  NoMask() = default;
+  template <class Operands, class Request> __device__ __forceinline__ NoMask(const Operands&, const Request&, int) {}
+  template <class Operands> __device__ __forceinline__ uint32 bits(const Operands&, int, int) const { return ~0u; }
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int end_for_all(const Operands&, const Request&, int end) {
+    return end;
+  }
+};
+
+// Bits of words that are below bit n
+__device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
+
+// What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
+template <class Operands, class Mask, int kWords> struct Seen {
+  const Operands& p;
+  const Mask&     mask;
+  const uint32  (&there)[kWords];
+  int  query, start;
+  Span span;
+
+  template <class Request>
+  __device__ __forceinline__ Seen(const Operands& p, const Request& r, int query, bool causal, const Mask& mask,
+                                  int start, const uint32 (&there)[kWords])
+      : p(p), mask(mask), there(there), query(min(query, r.q_len - 1)), start(start), span(p, r, query, causal) {}
+
+  __device__ __forceinline__ uint32 bits(int w) const {
+    const int at = start + 32 * w;
+    return there[w] & mask.bits(p, query, at) & bits_below(span.end - at) & ~bits_below(span.first - at);
+  }
+};
+
+// ---- attention/softmax -----------------------------------------------------
+// The online softmax of a warp's query rows, in powers of two.
+//
+// A weight is 2^(x - reference). The reference is near the maximum of x so far: the x that set it has the weight
+// 2^kHeadroom, and it moves only when a weight would be above 2^kLargest, so that float16 holds every weight.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
+constexpr float kNone = -0x1p126f;  // the reference of a row without a weight
+
+// Factors from products of query rows, two of each kBlocks, to exponents of two. They are positive: the largest product
+// stays largest.
+template <int kBlocks> struct RowScales {
+  float x[kBlocks][2];
+
+  __device__ __forceinline__ static RowScales ones() {
+    RowScales scales;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
+
+// Fours as products of warpgroups take them
+template <int kBlocks, int kFours>
+__device__ __forceinline__ float (&flat(float (&x)[kBlocks][kFours][4]))[kBlocks * kFours * 4] {
+  return reinterpret_cast<float(&)[kBlocks * kFours * 4]>(x);
+}
+
+// Tensor cores leave a lane two rows of each of kBlocks blocks, in fours: with g = lane / 4 and c = lane % 4, rows g
+// and g + 8 of a block, and of each 8 tokens or dimensions those at 2 c and 2 c + 1. With kColumns rows are the columns
+// of products: rows 2 c and 2 c + 1 of a block, and of each 16 tokens or dimensions those at g and g + 8.
+template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
+  static constexpr int kFours = kTile / (kColumns ? 16 : 8), kSums = kDims / (kColumns ? 16 : 8);
+  using Logits = float[kBlocks][kFours][4];
+  using Scales = RowScales<kBlocks>;
+
+  float reference[kBlocks][2];
+  float sum[kBlocks][2];     // of the weights that this lane has seen
+  float factor[kBlocks][2];  // of the last move
+  float o[kBlocks][kSums][4];  // of weighted values
+
+  // Which of a lane's two rows of a block number i of four is of
+  __device__ __forceinline__ static constexpr int row_of(int i) { return kColumns ? i % 2 : i / 2; }
+  // Calls f with each of the distances between the lanes that share a row.
+  template <class F> __device__ __forceinline__ static void over_lanes(F f) {
+#pragma unroll
+    for (int distance = kColumns ? 4 : 1; distance < (kColumns ? kWarp : 4); distance *= 2) f(distance);
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      reference[n][0] = reference[n][1] = sum[n][0] = sum[n][1] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kSums; ++m) o[n][m][0] = o[n][m][1] = o[n][m][2] = o[n][m][3] = 0.0f;
+    }
+  }
+
+  // Makes products capped exponents.
+  __device__ __forceinline__ static void cap(float soft_cap, Logits& x, const Scales& scales) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(soft_cap, x[n][u][i], scales.x[n][row_of(i)]);
+      }
+    }
+  }
+
+  // Makes products of tokens that their row does not see -inf. seen(n, i) is what row i of block n sees of the tile.
+  template <class F> __device__ __forceinline__ static void hide(Logits& x, int lane, F seen) {
+    constexpr int kWordFours = kColumns ? 2 : 4;  // of 32 tokens
+    const int own = kColumns ? lane / 4 : lane % 4 * 2;  // a lane's first token
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const auto upper = seen(n, 0), lower = seen(n, 1);
+#pragma unroll
+      for (int w = 0; w * kWordFours < kFours; ++w) {
+        const uint32 bits[2] = {upper.bits(w) >> own, lower.bits(w) >> own};
+#pragma unroll
+        for (int u = 0; u < kWordFours && w * kWordFours + u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int token = kColumns ? 16 * u + i / 2 * 8 : 8 * u + i % 2;
+            if (!(bits[row_of(i)] >> token & 1)) x[n][w * kWordFours + u][i] = __uint_as_float(0xFF800000u);
+          }
+        }
+      }
+    }
+  }
+
+  // Makes products exponents. Returns whether references moved: then the sums of weighted values must follow.
+  __device__ __forceinline__ bool refer(Logits& x, const Scales& scales) {
+    bool fresh = false;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][u][i] = fmaf(x[n][u][i], scales.x[n][row_of(i)], -reference[n][row_of(i)]);
+      }
+      fresh = fresh || sum[n][0] == 0.0f || sum[n][1] == 0.0f;
+    }
+    // Above a positive bound floats are in order as integers, of which one instruction takes the largest of three.
+    const float (&all)[kBlocks * kFours * 4] = flat(x);
+    int32 most[2] = {__float_as_int(all[0]), __float_as_int(all[1])};
+#pragma unroll
+    for (int i = 2; i < kBlocks * kFours * 4; i += 4) {
+      most[0] = max(max(most[0], __float_as_int(all[i])), __float_as_int(all[i + 1]));
+      if (i + 3 < kBlocks * kFours * 4) {
+        most[1] = max(max(most[1], __float_as_int(all[i + 2])), __float_as_int(all[i + 3]));
+      }
+    }
+    const bool rises = max(most[0], most[1]) > __float_as_int(kLargest);
+    const bool moved = __any_sync(~0u, rises || fresh);
+    if (moved) raise(x);
+    return moved;
+  }
+  __device__ __forceinline__ void move() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int m = 0; m < kSums; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][m][i] *= factor[n][row_of(i)];
+      }
+    }
+  }
+  // Makes four exponents of block n weights.
+  __device__ __forceinline__ void weigh(int n, float (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = ptx::ex2_approx(x[i]);
+      sum[n][row_of(i)] += x[i];
+    }
+  }
+
+  // Adds up the weights that the lanes of a row have seen.
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        over_lanes([&](int distance) { sum[n][i] += __shfl_xor_sync(~0u, sum[n][i], distance); });
+        if (sum[n][i] == 0.0f) reference[n][i] = kNone;
+      }
+    }
+  }
+
+ private:
+  // Moves the references of rows with an exponent above kLargest, or without a weight so far.
+  __device__ __forceinline__ void raise(Logits& x) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float top = x[n][0][kColumns ? row : 2 * row], seen = sum[n][row];
+#pragma unroll
+        for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (row_of(i) == row) top = fmaxf(top, x[n][u][i]);
+          }
+        }
+        over_lanes([&](int distance) {
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+          seen += __shfl_xor_sync(~0u, seen, distance);
+        });
+        const bool  fresh = seen == 0.0f && top >= kNone;
+        const float by    = fresh || top > kLargest ? top - kHeadroom : 0.0f;
+        factor[n][row] = seen == 0.0f ? 1.0f : ptx::ex2_approx(-by);
+        reference[n][row] += by, sum[n][row] *= factor[n][row];
+#pragma unroll
+        for (int u = 0; u < kFours; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (row_of(i) == row) x[n][u][i] -= by;
+          }
+        }
+      }
+    }
+  }
 };
 
 // ---- attention/items -------------------------------------------------------
@@ -694,215 +853,201 @@ struct TokenMask {
 // branches on it, such as the slots of rings, in uniform registers.
 __device__ __forceinline__ bool in_all(bool condition) { return __any_sync(~0u, condition); }
 
-constexpr int kHeadsTokens = (32 << 20) / (2 * (kRowBytes + kScaleBytes));  // that fit into L2
-// The token at which a query row stands; it sees those from first_seen() on and before end_seen().
-__device__ __forceinline__ int position(const Operands& p, const Request& r, int row) {
-  return r.tokens - r.q_len + min(row / p.group, r.q_len - 1);
+// Which CTA of a cluster of kClusterCtas this is
+template <int kClusterCtas> __device__ __forceinline__ uint32 rank_in_cluster() {
+  return kClusterCtas == 1 ? 0 : ptx::cluster_rank();
 }
-__device__ __forceinline__ int first_seen(const Operands& p, int at) {
-  return p.window_left < 0 ? 0 : max(0, at - min(p.window_left, kMostTokens));
-}
-__device__ __forceinline__ int end_seen(const Operands& p, int at, int tokens) { return p.causal ? at + 1 : tokens; }
 
-// A part of an item, or all of it
-struct alignas(16) Item {
-  Request request;
-  int head, row;   // the first of its rows
-  int first, end;  // of the tokens that any of its rows sees
-  int start, tiles;  // of its first tile, and how many; none behind the last item
-  int part, parts;   // which of how many
-  int place;         // of the first part's sums in the workspace
-  TokenMask mask;
-};
+// Config is that of attention/prefill_wgmma.
+template <class Config> struct Work {
+  using Operands = typename Config::Operands;
+  using Mask     = typename Config::Mask;
+  using Request  = TiledRequest<Config::kTile, Config::kRows, 1>;  // all warps of a CTA take the same KV head
+  static constexpr int kTile = Config::kTile, kRows = Config::kRows, kEvery = Config::kEvery;
+  static constexpr int kClusterCtas = Config::kClusterCtas;
 
-// The next items of a CTA. The places are used in turn. When one is used again, every warp is through with the item in
-// it: whoever finds items is two tiles of its group, and the stages, ahead of the last consumer, and items have a tile.
-constexpr int kPlaces = 16;
-static_assert(kStages + 2 * kEvery + 2 < kPlaces, "no place is used again too soon");
-struct Places {
-  Item    items[kPlaces];
-  Barrier known[kPlaces];
-};
-
-// One warp's way through them
-class Items {
- public:
-  __device__ __forceinline__ explicit Items(Places& places) : places_(places) {}
-
-  __device__ __forceinline__ const Item& next() {
-    const uint32 at = count_ % kPlaces;
-    ptx::mbarrier_wait(&places_.known[at], count_++ / kPlaces % 2);
-    return places_.items[at];
+  static constexpr int kHeadsTokens = (32 << 20) / (2 * (Config::kRowBytes + Config::kScaleBytes));  // that fit into L2
+  // What a query row of a request sees
+  __device__ __forceinline__ static Span seen_by(const Operands& p, const Request& r, int row) {
+    return Span(p, r, row / p.group, p.causal);
   }
 
- private:
-  Places& places_;
-  uint32 count_ = 0;
-};
+  // A part of an item, or all of it
+  struct alignas(16) Item : Mask {
+    Request request;
+    int head, row;   // the first of its rows
+    int first, end;  // of the tokens that any of its rows sees
+    int start, tiles;  // of its first tile, and how many; none behind the last item
+    int part, parts;   // which of how many
+    int place;         // of the first part's sums in the workspace
+  };
 
-constexpr int kMostParts = kWarp;  // of an item
+  // The next items of a CTA. The places are used in turn. When one is used again, every warp is through with the item
+  // in it: whoever finds items is two tiles of its group, and the stages, ahead of the last consumer, and items have a
+  // tile.
+  static constexpr int kPlaces = 16;
+  static_assert(Config::kStages + 2 * kEvery + 2 < kPlaces, "no place is used again too soon");
+  struct Places {
+    Item    items[kPlaces];
+    Barrier known[kPlaces];
+  };
 
-// Finds the items of a cluster, by one warp, 32 requests at a time, one in each lane. Other warps have one that does
-// nothing.
-class Finder {
- public:
-  __device__ __forceinline__ Finder(const Operands& p, Places& places, bool finds)
-      : p_(p), places_(places), finds_(finds), clusters_(gridDim.x / kCtas), number_(blockIdx.x / kCtas) {
-    if (finds) divide();
-  }
+  // One warp's way through them
+  class Items {
+   public:
+    __device__ __forceinline__ explicit Items(Places& places) : places_(places) {}
 
-  // Takes the next number, which arrives meanwhile.
-  __device__ __forceinline__ void take() {
-    if (!finds_ || taken_) return;
-    if (ptx::thread_index() % kWarp == 0) drawn_ = atomicAdd(p_.counters, 1);
-    taken_ = true;
-  }
-  // Puts the next item into its place, or the end.
-  __device__ __forceinline__ void put() {
-    if (!finds_) return;
-    Item item;
-    do {
-      if (count_ > 0 || skipped_) {
-        take();
-        number_ = clusters_ + __shfl_sync(~0u, drawn_, 0);
-        taken_  = false;
-      }
-      skipped_ = !find(item);
-    } while (skipped_);
-    const int at = count_++ % kPlaces;
-    if (ptx::thread_index() % kWarp == 0) {
-      places_.items[at] = item;
-      ptx::mbarrier_arrive(&places_.known[at]);
-      if constexpr (kCtas == 2) {
-        const uint32 from = ptx::shared_address(&places_.items[at]);
-        const uint32 known = ptx::map_shared(ptx::shared_address(&places_.known[at]), 1);
-        ptx::fence_proxy_async();
-        ptx::mbarrier_arrive_expect_at(known, sizeof(Item));
-        ptx::copy_shared(ptx::map_shared(from, 1), from, sizeof(Item), known);
+    __device__ __forceinline__ const Item& next() {
+      const uint32 at = count_ % kPlaces;
+      ptx::mbarrier_wait(&places_.known[at], count_++ / kPlaces % 2);
+      return places_.items[at];
+    }
+
+   private:
+    Places& places_;
+    uint32 count_ = 0;
+  };
+
+  static constexpr int kMostParts = kWarp;  // of an item
+
+  // Finds the items of a cluster, by one warp, 32 requests at a time, one in each lane. Other warps have one that does
+  // nothing.
+  class Finder {
+   public:
+    __device__ __forceinline__ Finder(const Operands& p, Places& places, bool finds)
+        : p_(p), places_(places), finds_(finds), clusters_(gridDim.x / kClusterCtas),
+          number_(blockIdx.x / kClusterCtas) {
+      if (finds) divide();
+    }
+
+    // Takes the next number, which arrives meanwhile.
+    __device__ __forceinline__ void take() {
+      if (!finds_ || taken_) return;
+      if (ptx::thread_index() % kWarp == 0) drawn_ = atomicAdd(p_.counters, 1);
+      taken_ = true;
+    }
+    // Puts the next item into its place, or the end.
+    __device__ __forceinline__ void put() {
+      if (!finds_) return;
+      Item item;
+      do {
+        if (count_ > 0 || skipped_) {
+          take();
+          number_ = clusters_ + __shfl_sync(~0u, drawn_, 0);
+          taken_  = false;
+        }
+        skipped_ = !find(item);
+      } while (skipped_);
+      const int at = count_++ % kPlaces;
+      if (ptx::thread_index() % kWarp == 0) {
+        places_.items[at] = item;
+        ptx::mbarrier_arrive(&places_.known[at]);
+        if constexpr (kClusterCtas == 2) {
+          const uint32 from = ptx::shared_address(&places_.items[at]);
+          const uint32 known = ptx::cluster_address(&places_.known[at], 1);
+          ptx::fence_proxy_async();
+          ptx::mbarrier_arrive_expect_at(known, sizeof(Item));
+          ptx::copy_shared(ptx::cluster_address(&places_.items[at], 1), from, sizeof(Item), known);
+        }
       }
     }
-  }
 
- private:
-  // All clusters can take as many whole items. Those that are left, or all if there are not enough, are divided so that
-  // every cluster has a part. Each lane tries another number of parts of the longest item. The unit of costs is half a
-  // tile: beside its tiles, a part costs as much as two to begin and to end, and half of one to add to others.
-  __device__ __forceinline__ void divide() {
-    const int lane = ptx::thread_index() % kWarp, parts = lane + 1;
-    int items = 0, longest = 1;
-    float tiles = 0.0f;
-    for (int b = lane; b < p_.batch; b += kWarp) {
-      Request r;
-      r.load(p_, b);
-      items += r.items(p_), tiles += float(r.items(p_)) * r.tiles, longest = max(longest, r.tiles);
-    }
-    items = __reduce_add_sync(~0u, items), longest = __reduce_max_sync(~0u, longest);
+   private:
+    // All clusters can take as many whole items. Those that are left, or all if there are not enough, are divided so
+    // that every cluster has a part. Each lane tries another number of parts of the longest item. The unit of costs is
+    // half a tile: beside its tiles, a part costs as much as two to begin and to end, and half of one to add to others.
+    __device__ __forceinline__ void divide() {
+      const int lane = ptx::thread_index() % kWarp, parts = lane + 1;
+      int items = 0, longest = 1;
+      float tiles = 0.0f;
+      for (int b = lane; b < p_.batch; b += kWarp) {
+        Request r;
+        r.load(p_, b);
+        items += r.items(p_), tiles += float(r.items(p_)) * r.tiles, longest = max(longest, r.tiles);
+      }
+      items = __reduce_add_sync(~0u, items), longest = __reduce_max_sync(~0u, longest);
 #pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) tiles += __shfl_xor_sync(~0u, tiles, distance);
-    whole_ = items / clusters_ * clusters_;
-    const int   left = items - whole_, size = (longest + lane) / parts;
-    const float rounds = ceilf(fminf(left, tiles / longest) * parts / clusters_);
-    uint32 cost = uint32(rounds) * (2 * size + 4) + lane;
-    if (lane > 0 && left * parts > p_.most_parts) cost = ~0u / kWarp;
-    parts_ = __reduce_min_sync(~0u, cost * kWarp + lane) % kWarp + 1;
-    size_  = (longest + parts_ - 1) / parts_;
-    end_   = whole_ + left * parts_;
-  }
+      for (int distance = 1; distance < kWarp; distance *= 2) tiles += __shfl_xor_sync(~0u, tiles, distance);
+      whole_ = items / clusters_ * clusters_;
+      const int   left = items - whole_, size = (longest + lane) / parts;
+      const float rounds = ceilf(fminf(left, tiles / longest) * parts / clusters_);
+      uint32 cost = uint32(rounds) * (2 * size + 4) + lane;
+      if (lane > 0 && left * parts > p_.most_parts) cost = ~0u / kWarp;
+      parts_ = __reduce_min_sync(~0u, cost * kWarp + lane) % kWarp + 1;
+      size_  = (longest + parts_ - 1) / parts_;
+      end_   = whole_ + left * parts_;
+    }
 
-  // Finds what has the number that was taken last, and returns whether an item has a part of that number.
-  __device__ __forceinline__ bool find(Item& item) {
-    if (in_all(number_ >= end_)) {
-      // Nobody takes one after the last: ready for the next launch.
-      if (number_ == end_ + clusters_ - 1 && ptx::thread_index() % kWarp == 0) atomicExch(p_.counters, 0);
-      item.tiles = 0;
+    // Finds what has the number that was taken last, and returns whether an item has a part of that number.
+    __device__ __forceinline__ bool find(Item& item) {
+      if (in_all(number_ >= end_)) {
+        // Nobody takes one after the last: ready for the next launch.
+        if (number_ == end_ + clusters_ - 1 && ptx::thread_index() % kWarp == 0) atomicExch(p_.counters, 0);
+        item.tiles = 0;
+        return true;
+      }
+      const int over = max(0, number_ - whole_), i = min(number_, whole_) + over / parts_;
+      for (; b_ < p_.batch; b_ += kWarp) {
+        const int lane = ptx::thread_index() % kWarp;
+        Request r;
+        int own = 0;
+        if (b_ + lane < p_.batch) {
+          r.load(p_, b_ + lane);
+          own = r.items(p_);
+        }
+        int upto = own;
+#pragma unroll
+        for (int distance = 1; distance < kWarp; distance *= 2) {
+          const int other = __shfl_up_sync(~0u, upto, distance);
+          if (lane >= distance) upto += other;
+        }
+        const uint32 behind = __ballot_sync(~0u, i < before_ + upto);
+        if (behind != 0) {
+          const int found = __ffs(behind) - 1;
+          set(item, b_ + found, i - before_ - __shfl_sync(~0u, upto - own, found));
+          break;
+        }
+        before_ += __shfl_sync(~0u, upto, kWarp - 1);
+      }
+      if (in_all(number_ < whole_)) return true;
+      item.part = over % parts_, item.parts = (item.tiles + size_ - 1) / size_, item.place = over - item.part;
+      if (in_all(item.part >= item.parts)) return false;
+      const int start = item.start, begin = item.part * item.tiles / item.parts;
+      const int end   = (item.part + 1) * item.tiles / item.parts;
+      if (end < item.tiles) item.end = start + end * kTile;
+      item.start = start + begin * kTile, item.first = max(item.first, item.start), item.tiles = end - begin;
       return true;
     }
-    const int over = max(0, number_ - whole_), i = min(number_, whole_) + over / parts_;
-    for (; b_ < p_.batch; b_ += kWarp) {
-      const int lane = ptx::thread_index() % kWarp;
-      Request r;
-      int own = 0;
-      if (b_ + lane < p_.batch) {
-        r.load(p_, b_ + lane);
-        own = r.items(p_);
-      }
-      int upto = own;
-#pragma unroll
-      for (int distance = 1; distance < kWarp; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, upto, distance);
-        if (lane >= distance) upto += other;
-      }
-      const uint32 behind = __ballot_sync(~0u, i < before_ + upto);
-      if (behind != 0) {
-        const int found = __ffs(behind) - 1;
-        set(item, b_ + found, i - before_ - __shfl_sync(~0u, upto - own, found));
-        break;
-      }
-      before_ += __shfl_sync(~0u, upto, kWarp - 1);
+    // Item i of a request
+    __device__ __forceinline__ void set(Item& item, int b, int i) const {
+      Request& r = item.request;
+      r.load(p_, b);
+      static_cast<Mask&>(item) = Mask(p_, r, b);
+      const bool fits = int64(r.tokens) * p_.kv_heads <= kHeadsTokens;
+      const int block = fits ? i / p_.kv_heads : i % r.row_blocks;
+      item.head  = fits ? i % p_.kv_heads : i / r.row_blocks;
+      item.row   = (r.row_blocks - 1 - block) * kRows;
+      item.first = seen_by(p_, r, item.row).first;
+      item.end   = seen_by(p_, r, item.row + kRows - 1).end;
+      item.start = item.first / kTile * kTile;
+      item.tiles = max(1, (item.end - item.start + kTile - 1) / kTile);
+      item.part  = 0, item.parts = 1;
     }
-    if (in_all(number_ < whole_)) return true;
-    item.part = over % parts_, item.parts = (item.tiles + size_ - 1) / size_, item.place = over - item.part;
-    if (in_all(item.part >= item.parts)) return false;
-    const int start = item.start, begin = item.part * item.tiles / item.parts;
-    const int end   = (item.part + 1) * item.tiles / item.parts;
-    if (end < item.tiles) item.end = start + end * kTile;
-    item.start = start + begin * kTile, item.first = max(item.first, item.start), item.tiles = end - begin;
-    return true;
-  }
-  // Item i of a request
-  __device__ __forceinline__ void set(Item& item, int b, int i) const {
-    Request& r = item.request;
-    r.load(p_, b);
-    item.mask = TokenMask(p_, r, b);
-    const bool fits = int64(r.tokens) * p_.kv_heads <= kHeadsTokens;
-    const int block = fits ? i / p_.kv_heads : i % r.row_blocks;
-    item.head  = fits ? i % p_.kv_heads : i / r.row_blocks;
-    item.row   = (r.row_blocks - 1 - block) * kRows;
-    item.first = first_seen(p_, position(p_, r, item.row));
-    item.end   = end_seen(p_, position(p_, r, item.row + kRows - 1), r.tokens);
-    item.start = item.first / kTile * kTile;
-    item.tiles = max(1, (item.end - item.start + kTile - 1) / kTile);
-    item.part  = 0, item.parts = 1;
-  }
 
-  const Operands& p_;
-  Places& places_;
-  const bool finds_;
-  const int clusters_;
-  int whole_;          // items that are not divided
-  int parts_, size_;   // of others, and their tiles, at most
-  int end_;            // of the numbers
-  int number_;         // that was taken last
-  int b_ = 0, before_ = 0;  // the first request in the lanes, and the items of those before it
-  uint32 count_ = 0;        // items that were put
-  uint32 drawn_;            // by the first lane
-  bool taken_ = false, skipped_ = false;
+    const Operands& p_;
+    Places& places_;
+    const bool finds_;
+    const int clusters_;
+    int whole_;          // items that are not divided
+    int parts_, size_;   // of others, and their tiles, at most
+    int end_;            // of the numbers
+    int number_;         // that was taken last
+    int b_ = 0, before_ = 0;  // the first request in the lanes, and the items of those before it
+    uint32 count_ = 0;        // items that were put
+    uint32 drawn_;            // by the first lane
+    bool taken_ = false, skipped_ = false;
+  };
 };
-
-// ---- shared memory ---------------------------------------------------------
-enum Side { kKeys, kValues };  // of two CTAs, the one whose rank this is expands it
-struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8   q[kTeams][kBlocks * kTeamRows * 128];
-  uint8   tiles[2][kStages][kBlocks * kBlockBytes];
-  uint32  absent[kStages][kWarps];  // a bit for each token without a page, by the warp that has it
-  Barrier full[2][kStages], empty[2][kStages];
-  Places  places;
-};
-static_assert(sizeof(Shared) == 100352, "the launch counts on it");
-
-enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
-
-struct Ring {
-  uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance(int by = 1) {
-#pragma unroll
-    for (int i = 0; i < by; ++i) {
-      if (++slot == kStages) slot = 0, parity ^= 1;
-    }
-  }
-};
-
-__device__ __forceinline__ uint32 rank_in_cluster() { return kCtas == 1 ? 0 : ptx::cluster_rank(); }
 
 // ---- partials/e4m3 ---------------------------------------------------------
 // Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
@@ -1102,17 +1247,7 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 // swizzle. A warp takes kOwnTokens neighbouring tokens of a tile. A lane expands a whole row, because working out where
 // a row lies costs much; rows of 16-bit floats are copied, each by four lanes. Eight lanes with neighbouring tokens
 // write to all banks. The loads of a warp's next tile are under way while it waits for a free slot.
-constexpr bool kIsNvfp4 = kCacheBits == 4, kIsHalf = kCacheBits == 16;
-constexpr int  kUnits     = (kRowBytes + 15) / 16;  // of a row
-constexpr int  kOwnTokens = kTile / kWarps;
-constexpr int  kAcross    = kIsHalf ? 4 : 1;        // lanes that share a row
-constexpr int  kGroup     = kWarp / kAcross;        // tokens that a warp takes at a time
-constexpr int  kLoads     = kOwnTokens / kGroup;
-static_assert(kLoads > 0 && kOwnTokens <= kWarp, "a lane has some tokens, and a word a bit for each of a warp");
-
-// As the top bits of a float16 without exponent bias, a code of E2M1 is its value times 2^-14, and a block scale times
-// 2^7 is a float16 too, so that their product is exact: 2^-7 of the value.
-constexpr float kUnit = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
+enum Side { kKeys, kValues };  // of two CTAs, the one whose rank this is expands it
 
 // One half of a pair as both. Said so, it costs nothing: the multiplication takes either half.
 template <bool kUpper> __device__ __forceinline__ uint32 twice(uint32 pair) {
@@ -1132,212 +1267,243 @@ __device__ __forceinline__ uint4 expand_e4m3(uint32 a, uint32 b) {
           decode_e4m3x2(uint16(b >> 16))};
 }
 
-// The pages of a lane's tokens in one tile; what the item does not see has none.
-struct Tile {
-  int head;
-  int page[kLoads], v_page[kTwoTables ? kLoads : 1], slot[kLoads];
+// Config is that of attention/prefill_wgmma.
+template <class Config> struct Expansion {
+  using Operands = typename Config::Operands;
+  using Query    = typename Config::Query;
+  using Item     = typename Work<Config>::Item;
+  using Places   = typename Work<Config>::Places;
+  using Finder   = typename Work<Config>::Finder;
+  static constexpr int  kCacheBits = Config::kCacheBits, kHeadDim = Config::kHeadDim, kTile = Config::kTile;
+  static constexpr int  kRowBytes = Config::kRowBytes, kScaleBytes = Config::kScaleBytes, kWarps = Config::kWarps;
+  static constexpr int  kRows = Config::kRows, kClusterCtas = Config::kClusterCtas, kEvery = Config::kEvery;
+  static constexpr int  kConsumers = Config::kConsumers, kThreads = Config::kThreads;
+  static constexpr int  kBlockBytes = kTile * 128;  // of 64 columns
+  static constexpr bool kTwoTables = Config::kTwoTables, kInterleaved = Config::kInterleaved;
 
-  template <Side kSide> __device__ __forceinline__ int page_of(int i) const {
-    return kSide == kValues && kTwoTables ? v_page[i] : page[i];
-  }
-  __device__ __forceinline__ bool has(const Operands& p, int i) const {
-    return uint32(page[i]) < uint32(p.num_pages) && (!kTwoTables || uint32(v_page[i]) < uint32(p.num_pages));
-  }
-  // The first token of a warp, and that of a lane
-  __device__ __forceinline__ static int first_of_warp() {
-    return ptx::thread_index() / kWarp % kWarps * kOwnTokens;
-  }
-  __device__ __forceinline__ static int first_of_lane() {
-    const int lane = ptx::thread_index() % kWarp;
-    return first_of_warp() + lane / 8 / kAcross * 8 + lane % 8;
-  }
-  // A bit for each token of the warp that has no page, for the masks
-  __device__ __forceinline__ uint32 absent(const Operands& p) const {
-    uint32 bits = 0;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const uint32 lanes = __ballot_sync(~0u, !has(p, i));
-#pragma unroll
-      for (int j = 0; j < kGroup; j += 8) bits |= (lanes >> j * kAcross & 255) << (i * kGroup + j);
-    }
-    return bits;
-  }
-};
+  static constexpr bool kIsNvfp4 = kCacheBits == 4, kIsHalf = kCacheBits == 16;
+  static constexpr int  kUnits     = (kRowBytes + 15) / 16;  // of a row
+  static constexpr int  kOwnTokens = kTile / kWarps;
+  static constexpr int  kAcross    = kIsHalf ? 4 : kWarp / kOwnTokens;  // lanes that share a row
+  static constexpr int  kGroup     = kWarp / kAcross;        // tokens that a warp takes at a time
+  static constexpr int  kLoads     = kOwnTokens / kGroup;
+  static_assert(kLoads > 0 && kOwnTokens <= kWarp, "a lane has some tokens, and a word a bit for each of a warp");
 
-// Every kEvery-th tile in the order of the work, from tile `first` on. Pages are looked up one of them ahead. One warp
-// of a cluster `finds` the items.
-class Tiles {
- public:
-  __device__ __forceinline__ Tiles(const Operands& p, Places& places, int first, bool finds)
-      : p_(p), items_(places), finder_(p, places, finds), inverse_((0x80000000u + p.page - 1) / p.page),
-        own_(Tile::first_of_lane()), ahead_(first) {}
+  // As the top bits of a float16 without exponent bias, a code of E2M1 is its value times 2^-14, and a block scale
+  // times 2^7 is a float16 too, so that their product is exact: 2^-7 of the value.
+  static constexpr float kUnit = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
 
-  __device__ __forceinline__ bool next(Tile& tile) {
-    while (left_ <= ahead_) {
-      ahead_ -= left_;
-      finder_.put();
-      const Item& item = items_.next();
-      left_ = __shfl_sync(~0u, item.tiles, 0);
-      if (left_ == 0) return false;
-      head_ = item.head, table_ = p_.tables + item.request.table;
-      first_ = item.first, end_ = item.end, start_ = item.start;
-      fetch_queries(item);
-    }
-    left_ -= ahead_, start_ += ahead_ * kTile, ahead_ = kEvery;
-    if (left_ <= kEvery) finder_.take();
-    tile.head = head_;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int  token  = start_ + own_ + i * kGroup;
-      const int  column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
-      const bool inside = token >= first_ && token < end_;
-      tile.slot[i] = token - column * p_.page;
-      tile.page[i] = inside ? table_[column] : -1;
-      if constexpr (kTwoTables) tile.v_page[i] = inside ? table_[column + p_.v_table] : -1;
-    }
-    return true;
-  }
+  // The pages of a lane's tokens in one tile; what the item does not see has none.
+  struct Tile {
+    int head;
+    int page[kLoads], v_page[kTwoTables ? kLoads : 1], slot[kLoads];
 
- private:
-  // To L2, some tiles before the consumers need them.
-  __device__ __forceinline__ void fetch_queries(const Item& item) const {
-    constexpr int kLines = (kHeadDim * sizeof(Query) + 127) / 128;
-    const int thread = rank_in_cluster() * (kThreads - kConsumers) + ptx::thread_index() - kConsumers;
-    for (int i = thread; i < kRows * kLines; i += kCtas * (kThreads - kConsumers)) {
-      const int row = item.row + i / kLines;
-      if (row >= item.request.q_len * p_.group) break;
-      const Query* q = p_.q + int64(item.request.q_begin + row / p_.group) * p_.q_token_stride +
-                       (item.head * p_.group + row % p_.group) * p_.q_head_stride;
-      ptx::prefetch_line(q + i % kLines * (128 / sizeof(Query)));
+    template <Side kSide> __device__ __forceinline__ int page_of(int i) const {
+      return kSide == kValues && kTwoTables ? v_page[i] : page[i];
     }
-  }
+    __device__ __forceinline__ bool has(const Operands& p, int i) const {
+      return uint32(page[i]) < uint32(p.num_pages) && (!kTwoTables || uint32(v_page[i]) < uint32(p.num_pages));
+    }
+    // The first token of a warp, and that of a lane
+    __device__ __forceinline__ static int first_of_warp() {
+      return ptx::thread_index() / kWarp % kWarps * kOwnTokens;
+    }
+    __device__ __forceinline__ static int first_of_lane() {
+      const int lane = ptx::thread_index() % kWarp;
+      return first_of_warp() + lane / 8 / kAcross * 8 + lane % 8;
+    }
+    // A bit for each token of the warp that has no page, for the masks
+    __device__ __forceinline__ uint32 absent(const Operands& p) const {
+      uint32 bits = 0;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint32 lanes = __ballot_sync(~0u, !has(p, i));
+#pragma unroll
+        for (int j = 0; j < kGroup; j += 8) bits |= (lanes >> j * kAcross & 255) << (i * kGroup + j);
+      }
+      return bits;
+    }
+  };
 
-  const Operands& p_;
-  Items  items_;
-  Finder finder_;
-  const uint32 inverse_;
-  const int own_;  // a lane's first token of a tile
-  int ahead_;      // tiles from start_ to the next
-  int left_ = 0, start_;
-  // Of the item
-  int head_, first_, end_;
-  const int32* table_;
-};
+  // Every kEvery-th tile in the order of the work, from tile `first` on. Pages are looked up one of them ahead. One
+  // warp of a cluster `finds` the items.
+  class Tiles {
+   public:
+    __device__ __forceinline__ Tiles(const Operands& p, Places& places, int first, bool finds)
+        : p_(p), items_(places), finder_(p, places, finds), inverse_((0x80000000u + p.page - 1) / p.page),
+          own_(Tile::first_of_lane()), ahead_(first) {}
 
-// What a lane has of one tile's K or V.
-template <Side kSide> class Raw {
- public:
-  __device__ __forceinline__ void load(const Operands& p, const Tile& tile) {
-    if (tile.head != head_) {
-      head_   = tile.head;
-      base_       = kSide == kValues ? p.v + head_ * p.v_head_stride : p.k + head_ * p.k_head_stride;
-      scale_base_ = kSide == kValues ? p.v_scales + head_ * p.v_scales_head_stride
-                                     : p.k_scales + head_ * p.k_scales_head_stride;
+    __device__ __forceinline__ bool next(Tile& tile) {
+      while (left_ <= ahead_) {
+        ahead_ -= left_;
+        finder_.put();
+        const Item& item = items_.next();
+        left_ = __shfl_sync(~0u, item.tiles, 0);
+        if (left_ == 0) return false;
+        head_ = item.head, table_ = p_.tables + item.request.table;
+        first_ = item.first, end_ = item.end, start_ = item.start;
+        fetch_queries(item);
+      }
+      left_ -= ahead_, start_ += ahead_ * kTile, ahead_ = kEvery;
+      if (left_ <= kEvery) finder_.take();
+      tile.head = head_;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int  token  = start_ + own_ + i * kGroup;
+        const int  column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
+        const bool inside = token >= first_ && token < end_;
+        tile.slot[i] = token - column * p_.page;
+        tile.page[i] = inside ? table_[column] : -1;
+        if constexpr (kTwoTables) tile.v_page[i] = inside ? table_[column + p_.v_table] : -1;
+      }
+      return true;
     }
-    const bool   there = tile.has(p, 0);
-    const uint8* from  = row(p, tile, base_, 0);
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      if constexpr (!kIsNvfp4) bytes_[i] = {0, 0, 0, 0};  // of NVFP4, scales of zero suffice: codes are finite
-      if (there) bytes_[i] = load_unit(from, i);
-    }
-    if constexpr (kIsNvfp4) {
-#pragma unroll
-      for (int i = 0; i < kScaleWords; ++i) scales_[i] = 0;
-      if (there) load_scales(p, tile);
-    }
-  }
-  // To where Raw::first_chunk() of the tile stands
-  __device__ __forceinline__ void store(uint32 to) const {
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const uint32 words[4] = {bytes_[i].x, bytes_[i].y, bytes_[i].z, bytes_[i].w};
-      uint32 two = 0;
-      if constexpr (kIsNvfp4) two = decode_scales(scales_of(i));
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        if ((i * kChunks + c) * 8 >= kHeadDim) break;
-        const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
-        const uint4  chunk = kIsNvfp4 ? expand_e2m1(words[c], scale) : expand_e4m3(words[2 * c], words[2 * c + 1]);
-        ptx::st_shared(chunk_at(to, i * kChunks + c, 0), chunk);
+
+   private:
+    // To L2, some tiles before the consumers need them.
+    __device__ __forceinline__ void fetch_queries(const Item& item) const {
+      constexpr int kLines = (kHeadDim * sizeof(Query) + 127) / 128;
+      const int thread = rank_in_cluster<kClusterCtas>() * (kThreads - kConsumers) + ptx::thread_index() - kConsumers;
+      for (int i = thread; i < kRows * kLines; i += kClusterCtas * (kThreads - kConsumers)) {
+        const int row = item.row + i / kLines;
+        if (row >= item.request.q_len * p_.group) break;
+        const Query* q = p_.q + int64(item.request.q_begin + row / p_.group) * p_.q_token_stride +
+                         (item.head * p_.group + row % p_.group) * p_.q_head_stride;
+        ptx::prefetch_line(q + i % kLines * (128 / sizeof(Query)));
       }
     }
-  }
-  // 16-bit floats stay what they are: no registers in between.
-  __device__ __forceinline__ static void copy(const Operands& p, const Tile& tile, uint32 to) {
-    const uint8* base = (kSide == kValues ? p.v + tile.head * p.v_head_stride
-                                          : p.k + tile.head * p.k_head_stride) + first_unit() * 16;
+
+    const Operands& p_;
+    typename Work<Config>::Items items_;
+    Finder finder_;
+    const uint32 inverse_;
+    const int own_;  // a lane's first token of a tile
+    int ahead_;      // tiles from start_ to the next
+    int left_ = 0, start_;
+    // Of the item
+    int head_, first_, end_;
+    const int32* table_;
+  };
+
+  // What a lane has of one tile's K or V.
+  template <Side kSide> class Raw {
+   public:
+    __device__ __forceinline__ void load(const Operands& p, const Tile& tile) {
+      if (tile.head != head_) {
+        head_   = tile.head;
+        base_       = kSide == kValues ? p.v + head_ * p.v_head_stride : p.k + head_ * p.k_head_stride;
+        scale_base_ = kSide == kValues ? p.v_scales + head_ * p.v_scales_head_stride
+                                       : p.k_scales + head_ * p.k_scales_head_stride;
+      }
+      const bool   there = tile.has(p, 0);
+      const uint8* from  = row(p, tile, base_, 0);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const bool   there = tile.has(p, i);
-      const uint8* from  = row(p, tile, base, i);
+      for (int i = 0; i < kOwnUnits; ++i) {
+        if constexpr (!kIsNvfp4) bytes_[i] = {0, 0, 0, 0};  // of NVFP4, scales of zero suffice: codes are finite
+        if (there) bytes_[i] = load_unit(from, first_unit() + i * kAcross);
+      }
+      if constexpr (kIsNvfp4) {
 #pragma unroll
-      for (int j = 0; j < kUnits; j += kAcross) {
-        if (kUnits % kAcross != 0 && j + first_unit() >= kUnits) break;
-        ptx::copy_or_clear<16, false>(chunk_at(to, j, i), from + j * 16, there);
+        for (int i = 0; i < kScaleWords; ++i) scales_[i] = 0;
+        if (there) load_scales(p, tile);
       }
     }
-  }
-  // Where a lane's first chunk stands in a tile
-  __device__ __forceinline__ static uint32 first_chunk() {
-    const int token = Tile::first_of_lane(), chunk = first_unit();
-    return chunk / 8 * kBlockBytes + token * 128 + ((chunk % 8 ^ token % 8) * 16);
-  }
-
- private:
-  static constexpr int  kChunks = 16 / kCacheBits;  // of 16 bytes that 16 bytes become
-  static constexpr bool kByFour = kSide == kValues && kInterleaved;
-  static constexpr int  kScaleWords = kByFour ? 2 * kUnits : (kUnits + 1) / 2;
-
-  __device__ __forceinline__ static int first_unit() { return ptx::thread_index() % kWarp / 8 % kAcross; }
-  __device__ __forceinline__ static const uint8* row(const Operands& p, const Tile& tile, const uint8* base, int i) {
-    const uint8* page =
-        ptx::mad_wide(tile.page_of<kSide>(i), kSide == kValues ? p.v_page_stride : p.k_page_stride, base);
-    return ptx::mad_wide(tile.slot[i], kSide == kValues ? p.v_token_stride : p.k_token_stride, page);
-  }
-  // Unit i of a row, of which the last may be a half
-  __device__ __forceinline__ static uint4 load_unit(const uint8* row, int i) {
-    if constexpr (kRowBytes % 16 == 0) return ptx::ld<uint4>(row + i * 16);
-    const uint2 lower = ptx::ld<uint2>(row + i * 16);
-    if (i * 16 + 8 >= kRowBytes) return {lower.x, lower.y, 0, 0};
-    const uint2 upper = ptx::ld<uint2>(row + i * 16 + 8);
-    return {lower.x, lower.y, upper.x, upper.y};
-  }
-  // The scales of a row's blocks. Interleaved, four tokens' scales of a block are neighbours, in rows of kScaleBytes
-  // over all blocks of the four: a word for each block.
-  __device__ __forceinline__ void load_scales(const Operands& p, const Tile& tile) {
-    const uint8* page = ptx::mad_wide(
-        tile.page_of<kSide>(0), kSide == kValues ? p.v_scales_page_stride : p.k_scales_page_stride, scale_base_);
-    const int stride = kSide == kValues ? p.v_scales_token_stride : p.k_scales_token_stride, slot = tile.slot[0];
-    if constexpr (!kByFour && (kScaleBytes & (kScaleBytes - 1)) == 0) {
-      ld_halves<kUnits>(ptx::mad_wide(slot, stride, page), scales_);
-    } else if constexpr (!kByFour) {
-      ptx::RowBytes<kScaleBytes> bytes;
-      bytes.load(ptx::mad_wide(slot, stride, page), true);
+    // To where Raw::first_chunk() of the tile stands
+    __device__ __forceinline__ void store(uint32 to) const {
 #pragma unroll
-      for (int i = 0; i < kScaleWords; ++i) scales_[i] = bytes.word(i);
-    } else {
+      for (int i = 0; i < kOwnUnits; ++i) {
+        const uint32 words[4] = {bytes_[i].x, bytes_[i].y, bytes_[i].z, bytes_[i].w};
+        uint32 two = 0;
+        if constexpr (kIsNvfp4) two = decode_scales(scales_of(i));
 #pragma unroll
-      for (int i = 0; i < kScaleWords; ++i) {
-        const int at = 4 * i, row = slot / 4 * 4 + at / kScaleBytes;
-        scales_[i] = ptx::ld<uint32>(ptx::mad_wide(row, stride, page) + at % kScaleBytes);
+        for (int c = 0; c < kChunks; ++c) {
+          if ((i * kAcross * kChunks + c) * 8 >= kHeadDim) break;
+          const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
+          const uint4  chunk = kIsNvfp4 ? expand_e2m1(words[c], scale) : expand_e4m3(words[2 * c], words[2 * c + 1]);
+          ptx::st_shared(chunk_at(to, i * kAcross * kChunks + c, 0), chunk);
+        }
       }
     }
-  }
-  // Of the two blocks of unit i
-  __device__ __forceinline__ uint32 scales_of(int i) const {
-    if constexpr (!kByFour) return scales_[i / 2] >> i % 2 * 16;
-    return __byte_perm(scales_[2 * i], scales_[2 * i + 1], ptx::thread_index() % 4 * 0x11 + 0x40);
-  }
-  // Of a lane's load i
-  __device__ __forceinline__ static uint32 chunk_at(uint32 first, int chunk, int i) {
-    return (first ^ chunk % 8 * 16) + chunk / 8 * kBlockBytes + i * (kGroup * 128);
-  }
+    // 16-bit floats stay what they are: no registers in between.
+    __device__ __forceinline__ static void copy(const Operands& p, const Tile& tile, uint32 to) {
+      const uint8* base = (kSide == kValues ? p.v + tile.head * p.v_head_stride
+                                            : p.k + tile.head * p.k_head_stride) + first_unit() * 16;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const bool   there = tile.has(p, i);
+        const uint8* from  = row(p, tile, base, i);
+#pragma unroll
+        for (int j = 0; j < kUnits; j += kAcross) {
+          if (kUnits % kAcross != 0 && j + first_unit() >= kUnits) break;
+          ptx::copy_or_clear<16, false>(chunk_at(to, j, i), from + j * 16, there);
+        }
+      }
+    }
+    // Where a lane's first chunk stands in a tile
+    __device__ __forceinline__ static uint32 first_chunk() {
+      const int token = Tile::first_of_lane(), chunk = first_unit() * kChunks;
+      return chunk / 8 * kBlockBytes + token * 128 + ((chunk % 8 ^ token % 8) * 16);
+    }
 
-  int head_ = -1;
-  const uint8 *base_, *scale_base_;  // of that head
-  uint4  bytes_[kUnits] = {};
-  uint32 scales_[kScaleWords];
+   private:
+    static constexpr int  kChunks = 16 / kCacheBits;  // of 16 bytes that 16 bytes become
+    static constexpr bool kByFour = kSide == kValues && kInterleaved;
+    static constexpr int  kOwnUnits   = kUnits / kAcross;
+    static constexpr int  kScaleWords = kByFour ? 2 * kOwnUnits : (kUnits + 1) / 2;
+    static_assert(kIsHalf || kUnits % kAcross == 0, "lanes that share a row have as much of it");
+
+    __device__ __forceinline__ static int first_unit() { return ptx::thread_index() % kWarp / 8 % kAcross; }
+    __device__ __forceinline__ static const uint8* row(const Operands& p, const Tile& tile, const uint8* base, int i) {
+      const uint8* page =
+          ptx::mad_wide(tile.page_of<kSide>(i), kSide == kValues ? p.v_page_stride : p.k_page_stride, base);
+      return ptx::mad_wide(tile.slot[i], kSide == kValues ? p.v_token_stride : p.k_token_stride, page);
+    }
+    // Unit i of a row, of which the last may be a half
+    __device__ __forceinline__ static uint4 load_unit(const uint8* row, int i) {
+      if constexpr (kRowBytes % 16 == 0) return ptx::ld<uint4>(row + i * 16);
+      const uint2 lower = ptx::ld<uint2>(row + i * 16);
+      if (i * 16 + 8 >= kRowBytes) return {lower.x, lower.y, 0, 0};
+      const uint2 upper = ptx::ld<uint2>(row + i * 16 + 8);
+      return {lower.x, lower.y, upper.x, upper.y};
+    }
+    // The scales of a row's blocks. Interleaved, four tokens' scales of a block are neighbours, in rows of kScaleBytes
+    // over all blocks of the four: a word for each block.
+    __device__ __forceinline__ void load_scales(const Operands& p, const Tile& tile) {
+      const uint8* page = ptx::mad_wide(
+          tile.page_of<kSide>(0), kSide == kValues ? p.v_scales_page_stride : p.k_scales_page_stride, scale_base_);
+      const int stride = kSide == kValues ? p.v_scales_token_stride : p.k_scales_token_stride, slot = tile.slot[0];
+      if constexpr (!kByFour && (kScaleBytes & (kScaleBytes - 1)) == 0) {
+        ld_halves<kUnits>(ptx::mad_wide(slot, stride, page), scales_);
+      } else if constexpr (!kByFour) {
+        ptx::RowBytes<kScaleBytes> bytes;
+        bytes.load(ptx::mad_wide(slot, stride, page), true);
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i) scales_[i] = bytes.word(i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kScaleWords; ++i) {
+          const int block = 2 * (first_unit() + i / 2 * kAcross) + i % 2;
+          const int at = 4 * block, row = slot / 4 * 4 + at / kScaleBytes;
+          scales_[i] = ptx::ld<uint32>(ptx::mad_wide(row, stride, page) + at % kScaleBytes);
+        }
+      }
+    }
+    // Of the two blocks of unit i
+    __device__ __forceinline__ uint32 scales_of(int i) const {
+      if constexpr (!kByFour && kAcross == 1) return scales_[i / 2] >> i % 2 * 16;
+      if constexpr (!kByFour) return scales_[i] >> first_unit() * 16;
+      return __byte_perm(scales_[2 * i], scales_[2 * i + 1], ptx::thread_index() % 4 * 0x11 + 0x40);
+    }
+    // Of a lane's load i
+    __device__ __forceinline__ static uint32 chunk_at(uint32 first, int chunk, int i) {
+      return (first ^ chunk % 8 * 16) + chunk / 8 * kBlockBytes + i * (kGroup * 128);
+    }
+
+    int head_ = -1;
+    const uint8 *base_, *scale_base_;  // of that head
+    uint4  bytes_[kIsHalf ? 1 : kOwnUnits] = {};
+    uint32 scales_[kScaleWords];
+  };
 };
 
 // ---- attention/scales ------------------------------------------------------
@@ -1357,310 +1523,204 @@ template <class Operands> __device__ __forceinline__ float output_scale(const Op
 // then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
 __device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
 
-// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
-// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+// ---- attention/ending ------------------------------------------------------
+// The end of a query row: where its outputs go, its sink, its lse, and its outputs as they are stored.
+struct OutputRow {
+  int   head;
+  int64 at;  // among the rows of all heads and query tokens
+
+  // Of query token `token` of request r, and head `in_group` of those that share a KV head
+  template <class Operands, class Request>
+  __device__ __forceinline__ OutputRow(const Operands& p, const Request& r, int kv_head, int token, int in_group)
+      : head(kv_head * p.group + in_group), at(int64(r.q_begin + token) * p.kv_heads * p.group + head) {}
+};
+
+// Stores the lse of a row, base two, if this lane `stores` it: -inf for a row that sees no token. Its weights are
+// 2^(x - reference), and `sum` is that of all. The sink of a head is one more logit, whose token has no value. Returns
+// what sums of weighted values are multiplied by: `scale` over the sum, 0 for a row that sees no token.
 template <class Operands>
-__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
-  float factor = 1.0f;
+__device__ __forceinline__ float end_row(
+    const Operands& p, const OutputRow& row, bool stores, float scale, float reference, float sum) {
   if (p.sinks) {
-    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
-    factor = ptx::ex2_approx(reference - top);
+    const float sink = p.sinks[row.head] * kLog2E, top = fmaxf(sink, reference);
+    const float factor = ptx::ex2_approx(reference - top);
     sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+    scale *= factor;
   }
-  return factor;
-}
-// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
-__device__ __forceinline__ float row_lse(float reference, float sum) {
-  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
-}
-// By what sums of weighted values are multiplied: 0 for such a row.
-__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
-  return sum == 0.0f ? 0.0f : factor * scale / sum;
+  if (p.lse && stores) p.lse[row.at] = sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+  return sum == 0.0f ? 0.0f : scale / sum;
 }
 
-// ---- attention/soft_cap ----------------------------------------------------
-// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
-// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
-__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
-  constexpr float kToTwo = 1.44269504f;  // from exponents of e
-  const float cap = soft_cap * kToTwo;
-  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
-  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
+// Two neighbouring outputs as they are stored: 16 bits or 32
+template <class Out> __device__ __forceinline__ uint32 to_outputs(float a, float b) {
+  if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
+  else return to_pair<Out>(a, b);
+}
+template <class Out> __device__ __forceinline__ void store_outputs(Out* out, float2 v) {
+  using Two = Select<sizeof(Out) == 1, uint16, uint32>;
+  *reinterpret_cast<Two*>(out) = Two(to_outputs<Out>(v.x, v.y));
+}
+template <class Out> __device__ __forceinline__ void store_outputs(Out* out, float4 v) {
+  const uint32 a = to_outputs<Out>(v.x, v.y), b = to_outputs<Out>(v.z, v.w);
+  if constexpr (sizeof(Out) == 1) *reinterpret_cast<uint32*>(out) = a | b << 16;
+  else *reinterpret_cast<uint2*>(out) = {a, b};
 }
 
 // ---- attention/team --------------------------------------------------------
-// The query rows of a team and their softmax, in powers of two. With g = lane / 4 and c = lane % 4, a lane has of rows
-// g and g + 8 of its warp's 16 every 8 columns the ones at 2 c and 2 c + 1.
-// A weight is 2^kHeadroom at the maximum that set its reference, which moves only when float16 might not hold a weight.
-constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
-
-using Scores  = float[kTile / 2];
-using Weights = uint32[kSteps][4];
-using Sums    = float[kWidth / 2];
-
-// Whether a row has these eight of kWidth elements
-__device__ __forceinline__ bool is_own(int eight) { return kHeadDim == kWidth || eight * 8 < kHeadDim; }
-
-// Which tokens of a tile have no page
-struct Absent {
-  uint32 words[kWarps];  // of kOwnTokens
-
-  __device__ __forceinline__ explicit Absent(const uint32* from) {
+// Four lanes have a pair each of four blocks; then each has a block, in the order of the lanes.
+__device__ __forceinline__ void exchange(uint32 (&w)[4], int c) {
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) words[i] = from[i];
-  }
-  __device__ __forceinline__ bool any() const {
-    uint32 all = 0;
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = c & bit;
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) all |= words[i];
-    return all != 0;
-  }
-};
-
-struct Rows {
-  int   team;          // of the cluster
-  int   inner, width;  // the tiles that all rows of the warp see in full begin at `inner` or up to `width` behind it
-  float scale[2];      // from products to powers of two
-
-  __device__ __forceinline__ Rows(const Operands& p, const Item& item, int team) : team(team) {
-    const int row = first_row(item);
-    inner = first_seen(p, position(p, item.request, row + 15));
-    width = item.mask.first - kTile - inner;
-  }
-  // Of this warp, in the request
-  __device__ __forceinline__ int first_row(const Item& item) const {
-    return item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16;
-  }
-
-  __device__ __forceinline__ bool see_all(int start) const {
-    return width >= 0 && uint32(start - inner) <= uint32(width);
-  }
-
-  // Makes products capped exponents.
-  __device__ __forceinline__ void cap(const Operands& p, Scores& s) const {
-#pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) s[i] = soft_capped(p.soft_cap, s[i], scale[i / 2 % 2]);
-  }
-
-  // Not in the registers of a lane: where its rows stand.
-  __device__ __forceinline__ void mask(
-      const Operands& p, const Item& item, int start, const Absent& absent, Scores& s) const {
-    const Request& r = item.request;
-    const int lane = ptx::thread_index() % kWarp, column = lane % 4 * 2, row = first_row(item);
-    int first[2], end[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = position(p, r, row + lane / 4 + 8 * i);
-      first[i] = first_seen(p, at) - start, end[i] = end_seen(p, at, r.tokens) - start;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int query = min((row + lane / 4 + 8 * i) / p.group, r.q_len - 1);
-#pragma unroll
-      for (int w = 0; w < kTile / kWarp; ++w) {
-        const uint32 seen = item.mask.bits(p, query, start + w * kWarp) >> column;
-#pragma unroll
-        for (int j = 0; j < kWarp / 4; ++j) {
-          float& x = s[w * kWarp / 2 + j / 2 * 4 + 2 * i + j % 2];
-          if (!(seen >> (j / 2 * 8 + j % 2) & 1)) x = __uint_as_float(0xFF800000u);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) {
-      const int  token = i / 4 * 8 + column + i % 2, at = i / 2 % 2, first_of_8 = i / 4 * 8;
-      const uint32 word = absent.words[first_of_8 / kOwnTokens];
-      const bool there = (word >> (first_of_8 % kOwnTokens + column + i % 2) & 1) == 0;
-      if (!there || token < first[at] || token >= end[at]) s[i] = __uint_as_float(0xFF800000u);
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      const uint32 other = __shfl_xor_sync(~0u, upper ? w[j] : w[j + bit], bit);
+      if (upper) w[j] = other;
+      else w[j + bit] = other;
     }
   }
-
-  // The warp's rows to shared memory, as K's columns lie. As float16, a row is brought near 2^14 by a power of two,
-  // which keeps all bits of bfloat16 over 28 binades. Two lanes have a row.
-  __device__ __forceinline__ void load(const Operands& p, const Item& item, uint8* to) {
-    constexpr int kEights = kWidth / 16;  // of a lane
-    const int lane = ptx::thread_index() % kWarp, row = first_row(item), own = row + lane / 2;
-    const Query* from = p.q + int64(item.request.q_begin + own / p.group) * p.q_token_stride +
-                        (item.head * p.group + own % p.group) * p.q_head_stride + lane % 2 * (kWidth / 2);
-    const bool used = own < item.request.q_len * p.group;
-    constexpr int kWords = sizeof(Query) == 1 ? 2 : 4;
-    uint32 x[kEights][kWords];
-    float  amax = 0.0f, v[8];
-#pragma unroll
-    for (int i = 0; i < kEights; ++i) {
-#pragma unroll
-      for (int j = 0; j < kWords; ++j) x[i][j] = 0;
-      if (used && is_own(lane % 2 * kEights + i)) ld_halves<2 * kWords>(from + 8 * i, x[i]);
-      get(x[i], v);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
-    }
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    const float    unit     = logit_scale(p, kUnit);
-    const uint32   exponent = kIsBf16<Mma> ? 127u : query_exponent(amax);
-    const float    factor   = copysignf(__uint_as_float(exponent << 23), unit);  // a scale is positive
-    const float    back     = fmaxf(fabsf(unit) * __uint_as_float((254 - exponent) << 23), 0x1p-126f);
-    const uint32   line     = ptx::shared_address(to) + (row - item.row) % kTeamRows * 128 + lane / 2 * 128;
-#pragma unroll
-    for (int i = 0; i < kEights; ++i) {
-      const int chunk = lane % 2 * kEights + i;
-      get(x[i], v);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] *= factor;
-      const uint4 pairs = kIsNvfp4 ? uint4{to_pair<Mma>(v[0], v[4]), to_pair<Mma>(v[1], v[5]), to_pair<Mma>(v[2], v[6]),
-                                           to_pair<Mma>(v[3], v[7])}
-                                   : uint4{to_pair<Mma>(v[0], v[1]), to_pair<Mma>(v[2], v[3]), to_pair<Mma>(v[4], v[5]),
-                                           to_pair<Mma>(v[6], v[7])};
-      ptx::st_shared(line + chunk / 8 * (kTeamRows * 128) + ((chunk % 8 ^ lane / 2 % 8) * 16), pairs);
-    }
-    scale[0] = __shfl_sync(~0u, back, lane / 4 * 2), scale[1] = __shfl_sync(~0u, back, lane / 4 * 2 + 16);
-  }
-
- private:
-  template <int kWords> __device__ __forceinline__ static void get(const uint32 (&x)[kWords], float (&v)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(Query) == 1) {
-        const uint32 two = decode_e4m3x2(uint16(x[i / 2] >> i % 2 * 16));
-        v[2 * i] = low<f16>(two), v[2 * i + 1] = high<f16>(two);
-      } else {
-        using Half = Select<sizeof(Query) == 2, Query, f16>;
-        v[2 * i] = low<Half>(x[i]), v[2 * i + 1] = high<Half>(x[i]);
-      }
-    }
-  }
-};
-
-__device__ __forceinline__ void to_weights(const Scores& s, Weights& weights) {
-#pragma unroll
-  for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = to_pair<Mma>(s[2 * i], s[2 * i + 1]);
 }
 
-struct State {
-  float reference[2];
-  float sum[2];     // of the weights that this lane has seen
-  float factor[2];  // of the last move
-  Sums  o;
+// The query rows of a team, their weights and their ending. Config is that of attention/prefill_wgmma.
+template <class Config> struct Team {
+  using Operands = typename Config::Operands;
+  using Query    = typename Config::Query;
+  using Out      = typename Config::Out;
+  using Mma      = typename Config::Mma;
+  using Mask     = typename Config::Mask;
+  using Item     = typename Work<Config>::Item;
+  static constexpr int   kHeadDim = Config::kHeadDim, kWidth = Config::kWidth, kTile = Config::kTile;
+  static constexpr int   kTeamRows = Config::kTeamRows, kWarps = Config::kWarps, kWords = kTile / 32;
+  static constexpr int   kOwnTokens = Expansion<Config>::kOwnTokens;
+  static constexpr bool  kIsNvfp4 = Expansion<Config>::kIsNvfp4;
+  static constexpr float kUnit = Expansion<Config>::kUnit;
 
-  __device__ __forceinline__ void clear() {
-    reference[0] = reference[1] = sum[0] = sum[1] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) o[i] = 0.0f;
-  }
+  using State   = Softmax<1, kTile, kWidth, false>;
+  using Weights = uint32[kTile / 16][4];
 
-  // Products to weights. Returns whether references moved: then the sums of outputs must follow.
-  __device__ __forceinline__ bool weigh(Scores& s, const Rows& rows) {
-#pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) {
-      s[i] = fmaf(s[i], kSoftCap ? 1.0f : rows.scale[i / 2 % 2], -reference[i / 2 % 2]);
-    }
-    // Above a positive bound floats are in order as integers, of which one instruction takes the largest of three.
-    int32 most[2] = {__float_as_int(s[0]), __float_as_int(s[1])};
-#pragma unroll
-    for (int i = 2; i < kTile / 2; i += 4) {
-      most[0] = max(max(most[0], __float_as_int(s[i])), __float_as_int(s[i + 1]));
-      if (i + 3 < kTile / 2) most[1] = max(max(most[1], __float_as_int(s[i + 2])), __float_as_int(s[i + 3]));
-    }
-    const bool rises = max(most[0], most[1]) > __float_as_int(kLargest);
-    const bool moved = __any_sync(~0u, rises || sum[0] == 0.0f || sum[1] == 0.0f);
-    if (moved) refer(s);
-#pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) {
-      s[i] = ptx::ex2_approx(s[i]);
-      sum[i / 2 % 2] += s[i];
-    }
-    return moved;
-  }
-  __device__ __forceinline__ void move() {
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) o[i] *= factor[i / 2 % 2];
-  }
+  // Whether a row has these eight of kWidth elements
+  __device__ __forceinline__ static bool is_own(int eight) { return kHeadDim == kWidth || eight * 8 < kHeadDim; }
 
-  // Adds up the weights that the lanes of a row have seen.
-  __device__ __forceinline__ void close() {
+  // Which tokens of a tile have no page
+  struct Absent {
+    uint32 words[kWarps];  // of kOwnTokens
+
+    __device__ __forceinline__ explicit Absent(const uint32* from) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-      sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-      if (sum[i] == 0.0f) reference[i] = -0x1p126f;
+      for (int i = 0; i < kWarps; ++i) words[i] = from[i];
     }
-  }
-  __device__ __forceinline__ void finish(const Operands& p, const Item& item, const Rows& rows) {
-    const int   lane = ptx::thread_index() % kWarp, c = lane % 4;
-    const float unit = output_scale(p, kUnit);
+    __device__ __forceinline__ bool any() const {
+      uint32 all = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = rows.first_row(item) + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
-      const int64 at = int64(item.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
-      const bool used = row < item.request.q_len * p.group;
-      float scale = unit;
-      if (p.sinks) {
-        const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference[i]);
-        factor[i] = ptx::ex2_approx(reference[i] - top);
-        sum[i] = fmaf(sum[i], factor[i], ptx::ex2_approx(sink - top)), reference[i] = top;
-        scale *= factor[i];
+      for (int i = 0; i < kWarps; ++i) all |= words[i];
+      return all != 0;
+    }
+    // A bit for each token that has a page
+    __device__ __forceinline__ void complement(uint32 (&there)[kWords]) const {
+      constexpr int kOf = 32 / kOwnTokens;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        there[w] = ~words[w * kOf];
+#pragma unroll
+        for (int i = 1; i < kOf; ++i) there[w] ^= words[w * kOf + i] << i * kOwnTokens;
       }
-      scale = sum[i] == 0.0f ? 0.0f : scale / sum[i];
-      if (p.lse && used && c == 0)
-        p.lse[at] = row_lse(reference[i], sum[i]);
-      Out* out = p.out + at * kHeadDim;
+    }
+  };
+
+  struct Rows {
+    int   team;          // of the cluster
+    int   inner, width;  // the tiles that all rows of the warp see in full begin at `inner` or up to `width` behind it
+    typename State::Scales scales;
+
+    __device__ __forceinline__ Rows(const Operands& p, const Item& item, int team) : team(team) {
+      const int row = first_row(item);
+      inner = Work<Config>::seen_by(p, item.request, row + 15).first;
+      width = item.end_for_all(p, item.request, Work<Config>::seen_by(p, item.request, row).end) - kTile - inner;
+    }
+    // Of this warp, in the request
+    __device__ __forceinline__ int first_row(const Item& item) const {
+      return item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16;
+    }
+
+    __device__ __forceinline__ bool see_all(int start) const {
+      return width >= 0 && uint32(start - inner) <= uint32(width);
+    }
+
+    // Not in the registers of a lane: where its rows stand.
+    __device__ __forceinline__ void mask(
+        const Operands& p, const Item& item, int start, const Absent& absent, typename State::Logits& s) const {
+      const int lane = ptx::thread_index() % kWarp, row = first_row(item) + lane / 4;
+      uint32 there[kWords];
+      absent.complement(there);
+      State::hide(s, lane, [&](int, int i) {
+        return Seen(p, item.request, (row + 8 * i) / p.group, p.causal, static_cast<const Mask&>(item), start, there);
+      });
+    }
+
+    // The warp's rows to shared memory, as K's columns lie. As float16, a row is brought near 2^14 by a power of two,
+    // which keeps all bits of bfloat16 over 28 binades. Two lanes have a row.
+    __device__ __forceinline__ void load(const Operands& p, const Item& item, uint8* to) {
+      constexpr int kEights = kWidth / 16;  // of a lane
+      const int lane = ptx::thread_index() % kWarp, row = first_row(item), own = row + lane / 2;
+      const Query* from = p.q + int64(item.request.q_begin + own / p.group) * p.q_token_stride +
+                          (item.head * p.group + own % p.group) * p.q_head_stride + lane % 2 * (kWidth / 2);
+      const bool used = own < item.request.q_len * p.group;
+      constexpr int kWords = sizeof(Query) == 1 ? 2 : 4;
+      uint32 x[kEights][kWords];
+      float  amax = 0.0f, v[8];
 #pragma unroll
-      for (int block = 0; block < kWidth / 8; block += 4) {
-        uint32 pairs[4];
+      for (int i = 0; i < kEights; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* x = &o[(block + j) * 4 + 2 * i];
-          pairs[j] = encode(x[0] * scale, x[1] * scale);
+        for (int j = 0; j < kWords; ++j) x[i][j] = 0;
+        if (used && is_own(lane % 2 * kEights + i)) ld_halves<2 * kWords>(from + 8 * i, x[i]);
+        get(x[i], v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
+      }
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+      const float    unit     = logit_scale(p, kUnit);
+      const uint32   exponent = kIsBf16<Mma> ? 127u : query_exponent(amax);
+      const float    factor   = copysignf(__uint_as_float(exponent << 23), unit);  // a scale is positive
+      const float    back     = fmaxf(fabsf(unit) * __uint_as_float((254 - exponent) << 23), 0x1p-126f);
+      const uint32   line     = ptx::shared_address(to) + (row - item.row) % kTeamRows * 128 + lane / 2 * 128;
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) {
+        const int chunk = lane % 2 * kEights + i;
+        get(x[i], v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] *= factor;
+        const uint4 pairs =
+            kIsNvfp4 ? uint4{to_pair<Mma>(v[0], v[4]), to_pair<Mma>(v[1], v[5]), to_pair<Mma>(v[2], v[6]),
+                             to_pair<Mma>(v[3], v[7])}
+                     : uint4{to_pair<Mma>(v[0], v[1]), to_pair<Mma>(v[2], v[3]), to_pair<Mma>(v[4], v[5]),
+                             to_pair<Mma>(v[6], v[7])};
+        ptx::st_shared(line + chunk / 8 * (kTeamRows * 128) + ((chunk % 8 ^ lane / 2 % 8) * 16), pairs);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales.x[0][i] = __shfl_sync(~0u, back, lane / 4 * 2 + 16 * i);
+    }
+
+   private:
+    template <int kWords> __device__ __forceinline__ static void get(const uint32 (&x)[kWords], float (&v)[8]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(Query) == 1) {
+          const uint32 two = decode_e4m3x2(uint16(x[i / 2] >> i % 2 * 16));
+          v[2 * i] = low<f16>(two), v[2 * i + 1] = high<f16>(two);
+        } else {
+          using Half = Select<sizeof(Query) == 2, Query, f16>;
+          v[2 * i] = low<Half>(x[i]), v[2 * i + 1] = high<Half>(x[i]);
         }
-        exchange(pairs, c);
-        if (used && is_own(block + c)) store(out + (block + c) * 8, pairs);
       }
     }
+  };
+
+  __device__ __forceinline__ static void to_weights(const float (&s)[kTile / 2], Weights& weights) {
+#pragma unroll
+    for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = to_pair<Mma>(s[2 * i], s[2 * i + 1]);
   }
 
- private:
-  // Moves the references of rows with a power above kLargest, or without a weight so far.
-  __device__ __forceinline__ void refer(Scores& s) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float top = s[2 * row], seen = sum[row];
-#pragma unroll
-      for (int i = 0; i < kTile / 2; ++i) {
-        if (i / 2 % 2 == row) top = fmaxf(top, s[i]);
-      }
-#pragma unroll
-      for (int lane = 1; lane < 4; lane *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
-        seen += __shfl_xor_sync(~0u, seen, lane);
-      }
-      const bool  fresh = seen == 0.0f && top >= -0x1p126f;
-      const float by    = fresh || top > kLargest ? top - kHeadroom : 0.0f;
-      factor[row] = seen == 0.0f ? 1.0f : ptx::ex2_approx(-by);
-      reference[row] += by, sum[row] *= factor[row];
-#pragma unroll
-      for (int i = 0; i < kTile / 2; ++i) {
-        if (i / 2 % 2 == row) s[i] -= by;
-      }
-    }
-  }
-  __device__ __forceinline__ static uint32 encode(float a, float b) {
-    if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
-    else return to_pair<Select<sizeof(Out) == 2, Out, f16>>(a, b);
-  }
-  // Four lanes have a pair each of four blocks; then each has a block, in the order of the lanes.
-  __device__ __forceinline__ static void exchange(uint32 (&w)[4], int c) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool upper = c & bit;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (j & bit) continue;
-        const uint32 other = __shfl_xor_sync(~0u, upper ? w[j] : w[j + bit], bit);
-        if (upper) w[j] = other;
-        else w[j + bit] = other;
-      }
-    }
-  }
   // Eight neighbours from four pairs: of an NVFP4 cache, pair i is dimensions i and i + 4.
   __device__ __forceinline__ static void store(Out* to, const uint32 (&w)[4]) {
     if constexpr (sizeof(Out) == 1) {
@@ -1675,6 +1735,32 @@ struct State {
                    : uint4{w[0], w[1], w[2], w[3]};
     }
   }
+
+  // Writes the outputs of a warp's rows.
+  __device__ __forceinline__ static void finish(
+      const Operands& p, const Item& item, const Rows& rows, const State& state) {
+    const int   lane = ptx::thread_index() % kWarp, c = lane % 4;
+    const float unit = output_scale(p, kUnit);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int  at   = rows.first_row(item) + lane / 4 + 8 * i;
+      const bool used = at < item.request.q_len * p.group;
+      const OutputRow row(p, item.request, item.head, at / p.group, at % p.group);
+      const float scale = end_row(p, row, used && c == 0, unit, state.reference[0][i], state.sum[0][i]);
+      Out* out = p.out + row.at * kHeadDim;
+#pragma unroll
+      for (int block = 0; block < kWidth / 8; block += 4) {
+        uint32 pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float (&x)[4] = state.o[0][block + j];
+          pairs[j] = to_outputs<Out>(x[2 * i] * scale, x[2 * i + 1] * scale);
+        }
+        exchange(pairs, c);
+        if (used && is_own(block + c)) store(out + (block + c) * 8, pairs);
+      }
+    }
+  }
 };
 
 // ---- attention/parts -------------------------------------------------------
@@ -1682,11 +1768,6 @@ struct State {
 // one to arrive adds up all parts in the order of the tokens. Of what the workspace holds, a launch reads only what it
 // wrote. The first counter numbers the parts that clusters take, the others are those of parts; they are zero between
 // launches.
-constexpr int kItemWarps = kCtas * kTeams * 4;
-constexpr int kQuads     = kWidth / 8 + 1;  // 16 bytes of a lane, of a part: references and sums, then the outputs
-constexpr int kAtOnce    = kTeams == 2 && kWidth == 128 ? 16 : 8;  // quads on their way, as registers allow
-constexpr int kStep      = kItemWarps * kQuads * kWarp;  // from a part to the next
-
 __device__ __forceinline__ uint4 to_words(float a, float b, float c, float d) {
   return {__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)};
 }
@@ -1702,111 +1783,249 @@ __device__ __forceinline__ void add(float4& a, float4 b) {
        lower, fmaf(a.w, ptx::ex2_approx(a.z - lower), b.w * ptx::ex2_approx(b.z - lower))};
 }
 
-// Adds up the sums of `count` parts; `parts` are the lane's quads of the first.
-__device__ __forceinline__ void add_up(State& state, const uint4* parts, int count) {
-  const auto load = [&](int part, int quad) { return to_floats(ptx::ld<uint4>(parts + part * kStep + quad * kWarp)); };
-  // The four lanes of a row take the parts' references and sums in turn.
-  float4 heads[kMostParts / 4];
+// Config is that of attention/prefill_wgmma.
+template <class Config> struct Parts {
+  using Operands = typename Config::Operands;
+  using Item     = typename Work<Config>::Item;
+  using State    = typename Team<Config>::State;
+  static constexpr int kTeams = Config::kTeams, kWidth = Config::kWidth, kMostParts = Work<Config>::kMostParts;
+
+  static constexpr int kItemWarps = Config::kClusterCtas * kTeams * 4;
+  static constexpr int kQuads     = kWidth / 8 + 1;  // 16 bytes of a lane, of a part: references and sums, then outputs
+  static constexpr int kAtOnce    = kTeams == 2 && kWidth == 128 ? 16 : 8;  // quads on their way, as registers allow
+  static constexpr int kStep      = kItemWarps * kQuads * kWarp;  // from a part to the next
+
+  // Adds up the sums of `count` parts; `parts` are the lane's quads of the first.
+  __device__ __forceinline__ static void add_up(State& state, const uint4* parts, int count) {
+    const auto load = [&](int part, int quad) {
+      return to_floats(ptx::ld<uint4>(parts + part * kStep + quad * kWarp));
+    };
+    // The four lanes of a row take the parts' references and sums in turn.
+    float4 heads[kMostParts / 4];
 #pragma unroll
-  for (int i = 0; i < kMostParts / 4; ++i) {
-    const int part = 4 * i + ptx::thread_index() % 4;
-    heads[i] = {-0x1p126f, 0.0f, -0x1p126f, 0.0f};
-    if (part < count) heads[i] = load(part, 0);
-  }
-  float4 all = heads[0];
+    for (int i = 0; i < kMostParts / 4; ++i) {
+      const int part = 4 * i + ptx::thread_index() % 4;
+      heads[i] = {kNone, 0.0f, kNone, 0.0f};
+      if (part < count) heads[i] = load(part, 0);
+    }
+    float4 all = heads[0];
 #pragma unroll
-  for (int i = 1; i < kMostParts / 4; ++i) add(all, heads[i]);
+    for (int i = 1; i < kMostParts / 4; ++i) add(all, heads[i]);
 #pragma unroll
-  for (int lane = 1; lane < 4; lane *= 2) {
-    add(all, {__shfl_xor_sync(~0u, all.x, lane), __shfl_xor_sync(~0u, all.y, lane), __shfl_xor_sync(~0u, all.z, lane),
-              __shfl_xor_sync(~0u, all.w, lane)});
-  }
-  state.reference[0] = all.x, state.sum[0] = all.y, state.reference[1] = all.z, state.sum[1] = all.w;
+    for (int lane = 1; lane < 4; lane *= 2) {
+      add(all, {__shfl_xor_sync(~0u, all.x, lane), __shfl_xor_sync(~0u, all.y, lane), __shfl_xor_sync(~0u, all.z, lane),
+                __shfl_xor_sync(~0u, all.w, lane)});
+    }
+    auto& reference = state.reference[0];
+    auto& sum = state.sum[0];
+    reference[0] = all.x, sum[0] = all.y, reference[1] = all.z, sum[1] = all.w;
 #pragma unroll
-  for (int first = 0; first < kWidth / 8; first += kAtOnce) {
-    for (int part = 0; in_all(part < count); ++part) {
-      const float4 head = load(part, 0);
-      float4 v[kAtOnce];
+    for (int first = 0; first < kWidth / 8; first += kAtOnce) {
+      for (int part = 0; in_all(part < count); ++part) {
+        const float4 head = load(part, 0);
+        float4 v[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) v[i] = load(part, first + i + 1);
-      const float upper = ptx::ex2_approx(head.x - all.x), lower = ptx::ex2_approx(head.z - all.z);
+        for (int i = 0; i < kAtOnce; ++i) v[i] = load(part, first + i + 1);
+        const float upper = ptx::ex2_approx(head.x - all.x), lower = ptx::ex2_approx(head.z - all.z);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        float* const o = &state.o[4 * (first + i)];
-        o[0] = fmaf(v[i].x, upper, o[0]), o[1] = fmaf(v[i].y, upper, o[1]);
-        o[2] = fmaf(v[i].z, lower, o[2]), o[3] = fmaf(v[i].w, lower, o[3]);
+        for (int i = 0; i < kAtOnce; ++i) {
+          float (&o)[4] = state.o[0][first + i];
+          o[0] = fmaf(v[i].x, upper, o[0]), o[1] = fmaf(v[i].y, upper, o[1]);
+          o[2] = fmaf(v[i].z, lower, o[2]), o[3] = fmaf(v[i].w, lower, o[3]);
+        }
       }
     }
   }
-}
 
-// Puts a part to the others of its item. Returns whether it was the last; then this warp has the sums of all.
-__device__ __forceinline__ bool join(const Operands& p, const Item& item, int team, State& state) {
-  const int lane = ptx::thread_index() % kWarp;
-  const int warp = (rank_in_cluster() * kTeams + team) * 4 + ptx::thread_index() / kWarp % 4;
-  uint4* const parts = reinterpret_cast<uint4*>(p.workspace) +
-                       (int64(item.place) * kItemWarps + warp) * (kQuads * kWarp) + lane;
-  uint4* const own = parts + item.part * kStep;
-  own[0] = to_words(state.reference[0], state.sum[0], state.reference[1], state.sum[1]);
+  // Puts a part to the others of its item. Returns whether it was the last; then this warp has the sums of all.
+  __device__ __forceinline__ static bool join(const Operands& p, const Item& item, int team, State& state) {
+    const int lane = ptx::thread_index() % kWarp;
+    const int warp = (rank_in_cluster<Config::kClusterCtas>() * kTeams + team) * 4 + ptx::thread_index() / kWarp % 4;
+    uint4* const parts = reinterpret_cast<uint4*>(p.workspace) +
+                         (int64(item.place) * kItemWarps + warp) * (kQuads * kWarp) + lane;
+    uint4* const own = parts + item.part * kStep;
+    own[0] = to_words(state.reference[0][0], state.sum[0][0], state.reference[0][1], state.sum[0][1]);
 #pragma unroll
-  for (int i = 0; i < kWidth / 8; ++i)
-    own[(i + 1) * kWarp] = to_words(state.o[4 * i], state.o[4 * i + 1], state.o[4 * i + 2], state.o[4 * i + 3]);
-  __syncwarp();
-  bool last = false;
-  if (lane == 0) {
-    uint32* const counter = p.counters + 1 + item.place * kItemWarps + warp;
-    last = ptx::atom_add_acq_rel(counter, 1) == item.parts - 1;
-    if (last) *counter = 0;  // for the next launch
+    for (int i = 0; i < kWidth / 8; ++i) {
+      const float (&o)[4] = state.o[0][i];
+      own[(i + 1) * kWarp] = to_words(o[0], o[1], o[2], o[3]);
+    }
+    __syncwarp();
+    bool last = false;
+    if (lane == 0) {
+      uint32* const counter = p.counters + 1 + item.place * kItemWarps + warp;
+      last = ptx::atom_add_acq_rel(counter, 1) == item.parts - 1;
+      if (last) *counter = 0;  // for the next launch
+    }
+    __syncwarp();
+    if (!__any_sync(~0u, last)) return false;
+    state.clear();
+    add_up(state, parts, item.parts);
+    return true;
   }
-  __syncwarp();
-  if (!__any_sync(~0u, last)) return false;
-  state.clear();
-  add_up(state, parts, item.parts);
-  return true;
-}
+};
+
+// ---- spec ------------------------------------------------------------------
+using Query = bf16;
+using Out   = bf16;
+struct Operands {
+  const Query* q;
+  const uint8* k;
+  const uint8* v;
+  const uint8* k_scales;
+  const uint8* v_scales;
+  const int32* tables;
+  const int32* seq_lens;
+  const int32* page_ends;
+  const int32* cum_q;
+  const float* sinks;
+  const float* bmm1_tensor;
+  const float* bmm2_tensor;
+  Out* out;
+  float* lse;
+  float bmm1;
+  float bmm2;
+  int batch;
+  int kv_heads;
+  int group;
+  int q_len;
+  int total_q;
+  int num_pages;
+  int page;
+  int max_pages;
+  int window_left;
+  int64 q_token_stride;
+  int64 q_head_stride;
+  int k_page_stride;
+  int k_token_stride;
+  int64 k_head_stride;
+  int v_page_stride;
+  int v_token_stride;
+  int64 v_head_stride;
+  int k_scales_page_stride;
+  int k_scales_token_stride;
+  int64 k_scales_head_stride;
+  int v_scales_page_stride;
+  int v_scales_token_stride;
+  int64 v_scales_head_stride;
+  int table_stride;
+  int v_table;
+  int causal;
+  uint8* workspace;
+  uint32* counters;
+  int most_parts;
+  float soft_cap;
+  const uint8* mask;
+  const int32* mask_ends;
+  int64 mask_bytes;
+  int mask_row_bytes;
+};
+
+struct Config {
+  using Operands = ::Operands;
+  using Query    = ::Query;
+  using Out      = ::Out;
+  using Mma      = f16;  // what K, V, the queries and the weights are in products
+  using Mask     = Select<true, TokenMask, NoMask>;
+  static constexpr int kCacheBits = 4;  // of an element of K and V
+  static constexpr int  kHeadDim     = 128;
+  static constexpr int  kWidth       = 128;  // of rows in shared memory and of outputs, with zeros
+  static constexpr bool kInterleaved = false;  // V's scales, by four tokens
+  static constexpr bool kSoftCap     = false;  // logits are capped
+  static constexpr bool kTwoTables   = false;   // K and V have pages of their own
+  static constexpr int  kTile        = 64;   // tokens
+  static constexpr int  kTeams       = 2;  // consumer warpgroups
+  static constexpr int  kStages      = 2;  // tiles of K, and of V, in shared memory
+  static constexpr bool kTurns       = false;  // teams start their products in turn
+  static constexpr int  kProducers   = 1;  // producer warpgroups
+  static constexpr int  kClusterCtas        = 2;  // of a cluster
+
+  static constexpr int kTeamRows  = 64;
+  static constexpr int kRows      = kClusterCtas * kTeams * kTeamRows;  // of an item
+  static constexpr int kConsumers = kTeams * 128;  // threads
+  static constexpr int kThreads   = kConsumers + kProducers * 128;
+  static constexpr int kProducerRegisters = 80, kConsumerRegisters = 208;
+
+  static constexpr int kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
+  static constexpr int kBlocks     = kWidth / 64;  // of columns: 128 bytes of 16-bit floats
+  static constexpr int kBlockBytes = kTile * 128;
+  static constexpr int kSteps      = kTile / 16;
+
+  // A group of producer warps takes a tile of K or V. Groups have one of the two, and its tiles in turn, if there are
+  // enough of them.
+  static constexpr int kWarps  = 2;  // of a group
+  static constexpr int kGroups = kProducers * 4 / kWarps;
+  static constexpr int kSides  = kClusterCtas == 1 ? 2 : 1;  // that a CTA expands
+  static constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
+};
+using Item    = Work<Config>::Item;
+using Places  = Work<Config>::Places;
+using Tile    = Expansion<Config>::Tile;
+using Tiles   = Expansion<Config>::Tiles;
+using Absent  = Team<Config>::Absent;
+using Rows    = Team<Config>::Rows;
+using State   = Team<Config>::State;
+using Weights = Team<Config>::Weights;
+using Stage   = Ring<Config::kStages>;
+
+// ---- shared memory ---------------------------------------------------------
+struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   q[Config::kTeams][Config::kBlocks * Config::kTeamRows * 128];
+  uint8   tiles[2][Config::kStages][Config::kBlocks * Config::kBlockBytes];
+  uint32  absent[Config::kStages][Config::kWarps];  // a bit for each token without a page, by the warp that has it
+  Barrier full[2][Config::kStages], empty[2][Config::kStages];
+  Places  places;
+};
+static_assert(sizeof(Shared) == 100352, "the launch counts on it");
+
+enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 5 };  // one for each team
 
 // ---- producers -------------------------------------------------------------
 // K or V of one tile after the other, by one group of warps.
 template <Side kSide> class Producer {
+  using Raw = Expansion<Config>::Raw<kSide>;
+
  public:
   __device__ __forceinline__ Producer(const Operands& p, Shared& shared)
-      : p_(p), shared_(shared), to_(ptx::shared_address(shared.tiles[kSide]) + Raw<kSide>::first_chunk()),
+      : p_(p), shared_(shared), to_(ptx::shared_address(shared.tiles[kSide]) + Raw::first_chunk()),
         own_(__shfl_sync(~0u, Tile::first_of_warp(), 0)) {}
 
   // Starts to load what put() then stores; 16-bit floats are on their way to shared memory.
-  __device__ __forceinline__ void load(const Tile& tile, const Ring& ring) {
+  __device__ __forceinline__ void load(const Tile& tile, const Stage& stage) {
     if constexpr (kSide == kKeys) absent_ = tile.absent(p_);
-    if constexpr (kCacheBits < 16) raw_.load(p_, tile);
-    else Raw<kSide>::copy(p_, tile, take(ring));
+    if constexpr (Config::kCacheBits < 16) raw_.load(p_, tile);
+    else Raw::copy(p_, tile, take(stage));
   }
-  __device__ __forceinline__ void put(const Ring& ring) {
-    if constexpr (kCacheBits < 16) raw_.store(take(ring));
+  __device__ __forceinline__ void put(const Stage& stage) {
+    if constexpr (Config::kCacheBits < 16) raw_.store(take(stage));
     else ptx::copy_async_wait();
   }
   // By one lane, when all lanes have fenced what they put.
-  __device__ __forceinline__ void arrive(const Ring& ring) {
-    uint32* const absent = &shared_.absent[ring.slot][own_ / kOwnTokens];
+  __device__ __forceinline__ void arrive(const Stage& stage) {
+    uint32* const absent = &shared_.absent[stage.slot][own_ / Expansion<Config>::kOwnTokens];
     if constexpr (kSide == kKeys) *absent = absent_;
-    ptx::mbarrier_arrive(&shared_.full[kSide][ring.slot]);
-    if constexpr (kCtas == 2) share(ring, absent);
+    ptx::mbarrier_arrive(&shared_.full[kSide][stage.slot]);
+    if constexpr (Config::kClusterCtas == 2) share(stage, absent);
   }
 
  private:
   // The same to the other CTA of the cluster
-  __device__ __forceinline__ void share(const Ring& ring, const uint32* absent) {
-    constexpr uint32 kOther = 1 - kSide, kBytes = kOwnTokens * 128;
-    const uint32 full = ptx::map_shared(ptx::shared_address(&shared_.full[kSide][ring.slot]), kOther);
-    const uint32 from = ptx::shared_address(shared_.tiles[kSide][ring.slot]) + own_ * 128;
-    const uint32 to   = ptx::map_shared(from, kOther);
-    ptx::mbarrier_arrive_expect_at(full, kBlocks * kBytes + (kSide == kKeys ? sizeof(absent_) : 0));
+  __device__ __forceinline__ void share(const Stage& stage, const uint32* absent) {
+    constexpr uint32 kOther = 1 - kSide, kBytes = Expansion<Config>::kOwnTokens * 128;
+    const uint32 full = ptx::cluster_address(&shared_.full[kSide][stage.slot], kOther);
+    const uint8* tile = shared_.tiles[kSide][stage.slot] + own_ * 128;
+    const uint32 from = ptx::shared_address(tile), to = ptx::cluster_address(tile, kOther);
+    ptx::mbarrier_arrive_expect_at(full, Config::kBlocks * kBytes + (kSide == kKeys ? sizeof(absent_) : 0));
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) ptx::copy_shared(to + i * kBlockBytes, from + i * kBlockBytes, kBytes, full);
-    if constexpr (kSide == kKeys) ptx::st_async(ptx::map_shared(ptx::shared_address(absent), kOther), absent_, full);
+    for (int i = 0; i < Config::kBlocks; ++i) {
+      ptx::copy_shared(to + i * Config::kBlockBytes, from + i * Config::kBlockBytes, kBytes, full);
+    }
+    if constexpr (kSide == kKeys) ptx::st_async(ptx::cluster_address(absent, kOther), absent_, full);
   }
   // A slot that everybody is through with: where this lane stores to
-  __device__ __forceinline__ uint32 take(const Ring& ring) const {
-    ptx::mbarrier_wait(&shared_.empty[kSide][ring.slot], ring.parity ^ 1);
-    return to_ + ring.slot * sizeof(shared_.tiles[0][0]);
+  __device__ __forceinline__ uint32 take(const Stage& stage) const {
+    ptx::mbarrier_wait(&shared_.empty[kSide][stage.slot], stage.parity ^ 1);
+    return to_ + stage.slot * sizeof(shared_.tiles[0][0]);
   }
 
   const Operands& p_;
@@ -1814,36 +2033,37 @@ template <Side kSide> class Producer {
   const uint32 to_;
   const int    own_;  // this warp's first token
   uint32 absent_;     // bits of its tokens
-  Raw<kSide> raw_;
+  Raw raw_;
 };
 
 // From tile `first` on
 template <bool kHasKeys, bool kHasValues>
 __device__ __forceinline__ void produce(const Operands& p, Shared& shared, int first) {
-  const bool finds = kHasKeys && __shfl_sync(~0u, threadIdx.x / kWarp, 0) == kConsumers / kWarp;
+  const bool finds = kHasKeys && __shfl_sync(~0u, threadIdx.x / kWarp, 0) == Config::kConsumers / kWarp;
   Tiles tiles(p, shared.places, first, finds);
   Tile  tile;
   if (!tiles.next(tile)) return;
   Producer<kKeys>   keys(p, shared);
   Producer<kValues> values(p, shared);
-  Ring ring;
-  for (int i = 0; i < first; ++i) ring.advance();
-  if constexpr (kHasKeys) keys.load(tile, ring);
-  if constexpr (kHasValues) values.load(tile, ring);
+  Stage stage;
+  for (int i = 0; i < first; ++i) stage.advance();
+  if constexpr (kHasKeys) keys.load(tile, stage);
+  if constexpr (kHasValues) values.load(tile, stage);
   for (bool more = true; more;) {
     more = tiles.next(tile);
-    if constexpr (kHasKeys) keys.put(ring);
-    if constexpr (kHasValues) values.put(ring);
+    if constexpr (kHasKeys) keys.put(stage);
+    if constexpr (kHasValues) values.put(stage);
     ptx::fence_proxy_async();
     __syncwarp();
     if (ptx::elect_one()) {
-      if constexpr (kHasKeys) keys.arrive(ring);
-      if constexpr (kHasValues) values.arrive(ring);
+      if constexpr (kHasKeys) keys.arrive(stage);
+      if constexpr (kHasValues) values.arrive(stage);
     }
-    ring.advance(kEvery);
+#pragma unroll
+    for (int i = 0; i < Config::kEvery; ++i) stage.advance();
     if (more) {
-      if constexpr (kHasKeys) keys.load(tile, ring);
-      if constexpr (kHasValues) values.load(tile, ring);
+      if constexpr (kHasKeys) keys.load(tile, stage);
+      if constexpr (kHasValues) values.load(tile, stage);
     }
   }
 }
@@ -1854,113 +2074,117 @@ struct Consumer {
   const Operands& p;
   Shared& shared;
   int  team;
-  Ring keys, values;
+  Stage keys, values;
 
   // s = q k of the next tile; under way until a wait. Returns which of its tokens are absent.
-  __device__ __forceinline__ Absent start_scores(Scores& s) {
+  __device__ __forceinline__ Absent start_scores(float (&s)[Config::kTile / 2]) {
     ptx::mbarrier_wait(&shared.full[kKeys][keys.slot], keys.parity);
     const Absent absent(shared.absent[keys.slot]);
     uint32 rows = ptx::shared_address(shared.q[team]);
-    if constexpr (kWidth > 128) asm volatile("" : "+r"(rows));  // else registers keep what follows from it
-    const uint64 q = ptx::wgmma_matrix(rows, kTeamRows * 128);
-    const uint64 k = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kKeys][keys.slot]), kBlockBytes);
+    if constexpr (Config::kWidth > 128) asm volatile("" : "+r"(rows));  // else registers keep what follows from it
+    const uint64 q = ptx::wgmma_matrix(rows, Config::kTeamRows * 128);
+    const uint64 k = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kKeys][keys.slot]), Config::kBlockBytes);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 16; ++i)
-      ptx::wgmma_scores(s, q + i / 4 * (kTeamRows * 8) + i % 4 * 2, k + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
+    for (int i = 0; i < Config::kHeadDim / 16; ++i) {
+      ptx::wgmma_scores(s, q + i / 4 * (Config::kTeamRows * 8) + i % 4 * 2,
+                        k + i / 4 * (Config::kBlockBytes / 16) + i % 4 * 2, i > 0);
+    }
     ptx::wgmma_commit();
     return absent;
   }
   // o += weights v of the next tile; under way until a wait.
-  __device__ __forceinline__ void start_outputs(Sums& o, const Weights& weights) {
+  __device__ __forceinline__ void start_outputs(float (&o)[Config::kWidth / 2], const Weights& weights) {
     ptx::mbarrier_wait(&shared.full[kValues][values.slot], values.parity);
-    const uint64 v = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kValues][values.slot]), kBlockBytes);
+    const uint64 v = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kValues][values.slot]), Config::kBlockBytes);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) ptx::wgmma_outputs(o, weights[i], v + i * 128);
+    for (int i = 0; i < Config::kSteps; ++i) ptx::wgmma_outputs(o, weights[i], v + i * 128);
     ptx::wgmma_commit();
   }
-  __device__ __forceinline__ void release(Side side, Ring& ring) {
+  __device__ __forceinline__ void release(Side side, Stage& stage) {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) {
-      Barrier* const empty = &shared.empty[side][ring.slot];
-      if constexpr (kCtas == 1) ptx::mbarrier_arrive(empty);
-      else ptx::mbarrier_arrive_at(ptx::map_shared(ptx::shared_address(empty), side));  // who expands it
+      Barrier* const empty = &shared.empty[side][stage.slot];
+      if constexpr (Config::kClusterCtas == 1) ptx::mbarrier_arrive(empty);
+      else ptx::mbarrier_arrive_at(ptx::cluster_address(empty, side));  // who expands it
     }
-    ring.advance();
+    stage.advance();
   }
   // Teams start products one after the other, so that one's softmax falls into the products of the others. The number
   // of the barrier is a constant in each branch, and takes no register.
   __device__ __forceinline__ void take_turn() const {
 #pragma unroll
-    for (int i = 0; i < kTeams; ++i) {
-      if (kTurns && team == i) ptx::barrier_sync(kTurnBarrier + i, 256);
+    for (int i = 0; i < Config::kTeams; ++i) {
+      if (Config::kTurns && team == i) ptx::barrier_sync(kTurnBarrier + i, 256);
     }
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kTurns) ptx::barrier_arrive(kTurnBarrier + (team + 1) % kTeams, 256);
+    if constexpr (Config::kTurns) ptx::barrier_arrive(kTurnBarrier + (team + 1) % Config::kTeams, 256);
   }
 
   // The scores of the tile at `start` to weights, while outputs of the tile before are under way if there is one.
   template <bool kFirst>
   __device__ __forceinline__ void weigh(
-      const Rows& rows, const Item& item, int start, int left, const Absent& absent, Scores& s, Weights& weights,
+      const Rows& rows, const Item& item, int start, int left, const Absent& absent, State::Logits& s, Weights& weights,
       State& state) {
     ptx::wgmma_wait<kFirst ? 0 : 1>();
-    hold(s);
-    if constexpr (kSoftCap) rows.cap(p, s);
+    fence_operand(flat(s));
+    if constexpr (Config::kSoftCap) State::cap(p.soft_cap, s, rows.scales);
     if (absent.any() || !rows.see_all(start)) rows.mask(p, item, start, absent, s);
     release(kKeys, keys);
-    const bool moved = state.weigh(s, rows);
+    const bool moved = state.refer(s, Config::kSoftCap ? State::Scales::ones() : rows.scales);
+#pragma unroll
+    for (int i = 0; i < Config::kTile / 8; ++i) state.weigh(0, s[0][i]);
     if constexpr (!kFirst) {
-      hold(s);
+      fence_operand(flat(s));
       if (in_all(left <= kMostTokens)) {  // always; the compiler leaves the wait here: products run beside the weights
         ptx::wgmma_wait<0>();
         release(kValues, values);
-        hold(state.o);
+        fence_operand(flat(state.o));
         if (moved) state.move();
       }
     }
-    hold(s);
-    to_weights(s, weights);
+    fence_operand(flat(s));
+    Team<Config>::to_weights(flat(s), weights);
   }
 
   __device__ __forceinline__ void attend(const Rows& rows, const Item& item, int tiles, State& state) {
-    Scores  s;
+    State::Logits s;
     Weights weights;
     int start = __shfl_sync(~0u, item.start, 0);
     take_turn();
-    const Absent absent = start_scores(s);
+    const Absent absent = start_scores(flat(s));
     pass_turn();
     int left = tiles - 1;
     weigh<true>(rows, item, start, left, absent, s, weights, state);
     for (; in_all(left > 0); --left) {
       take_turn();
-      const Absent absent = start_scores(s);
-      start_outputs(state.o, weights);
+      const Absent absent = start_scores(flat(s));
+      start_outputs(flat(state.o), weights);
       pass_turn();
-      weigh<false>(rows, item, start += kTile, left, absent, s, weights, state);
+      weigh<false>(rows, item, start += Config::kTile, left, absent, s, weights, state);
     }
-    start_outputs(state.o, weights);
+    start_outputs(flat(state.o), weights);
     ptx::wgmma_wait<0>();
     release(kValues, values);
-    hold(state.o);
+    fence_operand(flat(state.o));
   }
 };
 
 // ---- kernel ----------------------------------------------------------------
 // Clears what is behind the rows of all tiles. Nobody writes it later.
 __device__ __forceinline__ void clear_margins(Shared& shared) {
-  constexpr int kMargin = (kWidth - kHeadDim) / 8;  // chunks of a row
-  for (int i = threadIdx.x; i < 2 * kStages * kTile * kMargin; i += kThreads) {
-    const int row = i / kMargin, token = row % kTile, chunk = kHeadDim / 8 + i % kMargin;
-    uint8* const tile = shared.tiles[0][0] + row / kTile * sizeof(shared.tiles[0][0]);
-    *reinterpret_cast<uint4*>(tile + chunk / 8 * kBlockBytes + token * 128 + (chunk % 8 ^ token % 8) * 16) = {};
+  constexpr int kMargin = (Config::kWidth - Config::kHeadDim) / 8;  // chunks of a row
+  for (int i = threadIdx.x; i < 2 * Config::kStages * Config::kTile * kMargin; i += Config::kThreads) {
+    const int row = i / kMargin, token = row % Config::kTile, chunk = Config::kHeadDim / 8 + i % kMargin;
+    uint8* const tile = shared.tiles[0][0] + row / Config::kTile * sizeof(shared.tiles[0][0]);
+    *reinterpret_cast<uint4*>(tile + chunk / 8 * Config::kBlockBytes + token * 128 + (chunk % 8 ^ token % 8) * 16) = {};
   }
   ptx::fence_proxy_async();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmma_masked(
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attention_prefill_wgmma_masked(
     const Query* __restrict__ q,            // [tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)
     const uint8* __restrict__ k,            // rows aligned to 16 bytes
     const uint8* __restrict__ v,
@@ -2024,36 +2248,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
   const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler now sees
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * kStages; ++i) {
-      ptx::mbarrier_init(&shared.full[0][0] + i, kWarps);
-      ptx::mbarrier_init(&shared.empty[0][0] + i, kCtas * kTeams * 4);
+    for (int i = 0; i < 2 * Config::kStages; ++i) {
+      ptx::mbarrier_init(&shared.full[0][0] + i, Config::kWarps);
+      ptx::mbarrier_init(&shared.empty[0][0] + i, Config::kClusterCtas * Config::kTeams * 4);
     }
     for (Barrier& known : shared.places.known) ptx::mbarrier_init(&known, 1);
-    if constexpr (kCtas == 2) ptx::fence_mbarrier_init();
+    if constexpr (Config::kClusterCtas == 2) ptx::fence_mbarrier_init();
   }
-  if constexpr (kHeadDim < kWidth) clear_margins(shared);
-  if constexpr (kCtas == 1) __syncthreads();
+  if constexpr (Config::kHeadDim < Config::kWidth) clear_margins(shared);
+  if constexpr (Config::kClusterCtas == 1) __syncthreads();
   else ptx::cluster_sync();
   ptx::griddep_wait();
   ptx::griddep_launch();
-  if (team >= kTeams) {
-    ptx::registers_fewer<kProducerRegisters>();
-    const int group = __shfl_sync(~0u, (threadIdx.x - kConsumers) / (kWarps * kWarp), 0);
-    if constexpr (kGroups < kSides) produce<true, true>(p, shared, 0);
-    else if ((kCtas == 1 ? group % 2 : rank_in_cluster()) == kKeys) produce<true, false>(p, shared, group / kSides);
-    else produce<false, true>(p, shared, group / kSides);
-    if constexpr (kCtas == 2) ptx::cluster_sync();
+  if (team >= Config::kTeams) {
+    ptx::registers_fewer<Config::kProducerRegisters>();
+    const int group = __shfl_sync(~0u, (threadIdx.x - Config::kConsumers) / (Config::kWarps * kWarp), 0);
+    const uint32 side = Config::kClusterCtas == 1 ? group % 2 : rank_in_cluster<Config::kClusterCtas>();
+    const int first = group / Config::kSides;
+    if constexpr (Config::kGroups < Config::kSides) produce<true, true>(p, shared, 0);
+    else if (side == kKeys) produce<true, false>(p, shared, first);
+    else produce<false, true>(p, shared, first);
+    if constexpr (Config::kClusterCtas == 2) ptx::cluster_sync();
     return;
   }
-  ptx::registers_more<kConsumerRegisters>();
+  ptx::registers_more<Config::kConsumerRegisters>();
   Consumer consumer{p, shared, team, {}, {}};
-  if (kTurns && team == kTeams - 1) consumer.pass_turn();
-  Items items(shared.places);
+  if (Config::kTurns && team == Config::kTeams - 1) consumer.pass_turn();
+  Work<Config>::Items items(shared.places);
   while (true) {
     const Item& item = items.next();
     const int tiles = __shfl_sync(~0u, item.tiles, 0);
     if (!in_all(tiles > 0)) break;
-    Rows rows(p, item, rank_in_cluster() * kTeams + team);
+    Rows rows(p, item, rank_in_cluster<Config::kClusterCtas>() * Config::kTeams + team);
     ptx::barrier_sync(kTeamBarrier + team, 128);  // the last item's queries are no longer read
     rows.load(p, item, shared.q[team]);
     ptx::fence_proxy_async();
@@ -2062,9 +2288,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
     state.clear();
     consumer.attend(rows, item, tiles, state);
     state.close();
-    if (in_all(item.parts > 1) && !join(p, item, team, state)) continue;
-    state.finish(p, item, rows);
+    if (in_all(item.parts > 1) && !Parts<Config>::join(p, item, team, state)) continue;
+    Team<Config>::finish(p, item, rows, state);
   }
-  if (kTurns && team == 0) consumer.take_turn();  // the one that is left
-  if constexpr (kCtas == 2) ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
+  if (Config::kTurns && team == 0) consumer.take_turn();  // the one that is left
+  // The other CTA may still write to this one's shared memory.
+  if constexpr (Config::kClusterCtas == 2) ptx::cluster_sync();
 }
