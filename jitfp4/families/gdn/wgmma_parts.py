@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.prefill_arguments import CHUNK, INVERTING_BYTES, OF_TOKENS_BYTES
+from jitfp4.families.gdn.prefill_arguments import CHUNK, INVERTING_BYTES, LOWER_BYTES, OF_TOKENS_BYTES
 from jitfp4.families.gdn.prefill_parameters import PARAMETERS as OF_PREFILL
 from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
 from jitfp4.formats import DType
@@ -67,7 +67,7 @@ class RowsSpec(KernelSpec):
         squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
         values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
         left = 2 * 64 * (self.head_dim + CHUNK) * 2 + 32 if self._apart else 24
-        making = (INVERTING_BYTES + OF_TOKENS_BYTES if self.fused else 8) + 56  # and the item of the CTA
+        making = (INVERTING_BYTES - LOWER_BYTES + OF_TOKENS_BYTES if self.fused else 8) + 56  # and the item of the CTA
         return round_up(_STAGES * (round_up(squares + values + factors, 1024) + 24) + left + making, 1024)
 
 
