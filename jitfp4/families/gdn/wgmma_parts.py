@@ -41,7 +41,6 @@ class RowsSpec(KernelSpec):
     rows: int
 
     alone: ClassVar[bool]
-    fused: ClassVar[bool] | bool
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -54,7 +53,7 @@ class RowsSpec(KernelSpec):
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 128 * (self.rows // 64 + self._apart + self.fused + 1)
+        return 128 * (self.rows // 64 + self._apart + self._makes + 1)
 
     @property
     def _apart(self) -> bool:
@@ -62,12 +61,17 @@ class RowsSpec(KernelSpec):
         return not self.alone and self.rows == 64
 
     @property
+    def _makes(self) -> bool:
+        """Whether another warpgroup makes the products of chunks."""
+        return False
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: stages of what is copied, and their barriers."""
         squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
         values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
         left = 2 * 64 * (self.head_dim + CHUNK) * 2 + 32 if self._apart else 24
-        making = (INVERTING_BYTES - LOWER_BYTES + OF_TOKENS_BYTES if self.fused else 8) + 56  # and the item of the CTA
+        making = (INVERTING_BYTES - LOWER_BYTES + OF_TOKENS_BYTES if self._makes else 8) + 56  # and the item of the CTA
         return round_up(_STAGES * (round_up(squares + values + factors, 1024) + 24) + left + making, 1024)
 
 
@@ -79,6 +83,10 @@ class WgmmaSpec(RowsSpec):
     fused: bool
 
     alone = False
+
+    @property
+    def _makes(self) -> bool:
+        return self.fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -475,8 +475,9 @@ template <typename In> class Pairs<Lower<In>> {
       : at_{at(thread, Lower<In>::block(row, first), 0), at(thread, Lower<In>::block(row, first), 1)} {}
   // `down` blocks further down, if the row is 0
   template <typename T> __device__ __forceinline__ uint32& in(Lower<T>& lower, int down, int n, int half) const {
-    return *reinterpret_cast<uint32*>(&lower.blocks[0][0][0] + at_[n % 2] + (Lower<In>::block(down, 0) + n / 2) * kBlockSize +
-                                      half * (8 * kBlock));
+    const int blocks = Lower<In>::block(down, 0) + n / 2;
+    return *reinterpret_cast<uint32*>(
+        &lower.blocks[0][0][0] + at_[n % 2] + blocks * kBlockSize + half * (8 * kBlock));
   }
 
  private:
@@ -491,7 +492,8 @@ template <typename In> class Pairs<Swizzled<In>> {
   __device__ __forceinline__ Pairs(uint32 thread, int row, int first)
       : at_((row * kBlock + thread % kWarp / 4) * kChunk + thread % 4 * 2), piece_(2 * first ^ thread % kWarp / 4) {}
   __device__ __forceinline__ uint32& in(Swizzled<In>& square, int down, int n, int half) const {
-    return *reinterpret_cast<uint32*>(&square.rows[0][0] + at_ + (down * kBlock + half * 8) * kChunk + (piece_ ^ n) * 8);
+    const int rows = down * kBlock + half * 8;
+    return *reinterpret_cast<uint32*>(&square.rows[0][0] + at_ + rows * kChunk + (piece_ ^ n) * 8);
   }
 
  private:
@@ -1058,7 +1060,8 @@ using Products = float[kChunk / 8][4];
 
 // The block's squared lengths are on the diagonals of products with itself.
 template <class Operands>
-__device__ __forceinline__ void put_norms(const Operands& p, int block, const float (&alone)[2][4], float* norms, uint32 thread) {
+__device__ __forceinline__ void put_norms(
+    const Operands& p, int block, const float (&alone)[2][4], float* norms, uint32 thread) {
   const int g = thread % kWarp / 4;
   if (thread % 4 != g / 2) return;
   float* const to = norms + kBlock * block + g;
@@ -1068,7 +1071,8 @@ __device__ __forceinline__ void put_norms(const Operands& p, int block, const fl
 
 // Starts the products of all rows, keys or queries, with all keys, where warp w has block w.
 template <class In, int kWide>
-__device__ __forceinline__ void start_products(Products& products, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide]) {
+__device__ __forceinline__ void start_products(
+    Products& products, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide]) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kWide * kBlocks; ++k) {
@@ -1119,42 +1123,53 @@ __device__ __forceinline__ void multiply_rows(
   put_norms(p, block, alone, norms, thread);
 }
 
-// What a product of a row of the warp's block with key `from`, or the next, is multiplied with for the keys: norms, and
-// the decay from there to the block.
-class KeyFactors {
- public:
-  __device__ __forceinline__ KeyFactors(const OfTokens& s, int block) : s_(s), block_(block) {
-    float decay = 1.0f;
+// What products of rows of the warp's block with keys 8 n + 2 c and the next are multiplied with for the keys. All is
+// loaded before it is used, so that nothing waits for a single load.
+struct KeyFactors {
+  float2 of[kChunk / 8];  // norms, and the decay from there to the block
+  float2 own[2][2];       // [n % 2][half] in the block: norms, and the decay from there to the row
+
+  __device__ __forceinline__ KeyFactors(const OfTokens& s, int block, uint32 thread) {
+    const int g = thread % kWarp / 4, c = thread % 4;
 #pragma unroll
-    for (int j = kBlocks - 1; j >= 0; --j) {
-      between_[j] = decay;
-      decay *= j < block ? s.since_first[j * kBlock + kBlock - 1] : 1.0f;
+    for (int i = 0; i < 4; ++i) {
+      const int    at   = i / 2 * 8 + 2 * c;
+      const float2 span = *reinterpret_cast<const float2*>(&s.spans[block][g + i % 2 * 8][at]);
+      const float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[block * kBlock + at]);
+      own[i / 2][i % 2] = {span.x * norm.x, span.y * norm.y};
+    }
+    float decay = 1.0f;  // of the blocks between
+#pragma unroll
+    for (int n = kChunk / 8 - 1; n >= 0; --n) {
+      const float2 norm  = *reinterpret_cast<const float2*>(&s.key_norm[8 * n + 2 * c]);
+      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[8 * n + 2 * c]);
+      of[n] = {norm.x * (decay * until.x), norm.y * (decay * until.y)};
+      if (n % 2 == 0) decay *= n / 2 < block ? s.since_first[n / 2 * kBlock + kBlock - 1] : 1.0f;
     }
   }
-  __device__ __forceinline__ float2 of(int n, int from) const {
-    float2 norm = *reinterpret_cast<const float2*>(&s_.key_norm[from]);
-    if (n / 2 == block_) return norm;
-    const float2 until = *reinterpret_cast<const float2*>(&s_.until_end[from]);
-    return {norm.x * between_[n / 2] * until.x, norm.y * between_[n / 2] * until.y};
-  }
-  // The same in the block itself, for its row t and column `at`.
-  __device__ __forceinline__ float2 own(float2 norm, int t, int at) const {
-    const float2 span = *reinterpret_cast<const float2*>(&s_.spans[block_][t][at]);
-    return {span.x * norm.x, span.y * norm.y};
-  }
-
- private:
-  const OfTokens& s_;
-  const int       block_;
-  float           between_[kBlocks];  // the decay of the blocks between
 };
+
+// Calls own(n, half) for a thread's pairs in the block on the diagonal, other(n, half) for those in blocks before it.
+template <class Own, class Other> __device__ __forceinline__ void each_pair_of(int block, Own own, Other other) {
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    if (j > block) continue;
+    if (j == block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own(2 * j + i / 2, i % 2);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) other(2 * j + i / 2, i % 2);
+    }
+  }
+}
 
 // Multiplies products of keys by their factors and stores them, in `lower` and `diagonal`.
 template <bool kExact>
 __device__ __forceinline__ void put_keys(
     const OfTokens& s, Inverting<kExact>& inverting, int block, const Products& of_keys, uint32 thread) {
   const int g = thread % kWarp / 4, c = thread % 4;
-  const KeyFactors factors(s, block);
+  const KeyFactors factors(s, block, thread);
   const Pairs<Lower<bf16>> pairs(thread, block, 0);
   float own[2], other[2];
 #pragma unroll
@@ -1162,23 +1177,17 @@ __device__ __forceinline__ void put_keys(
     const int t = kBlock * block + g + 8 * half;
     own[half] = s.beta[t] * s.key_norm[t], other[half] = own[half] * s.since_first[t];
   }
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    if (n / 2 > block) continue;
-    const float2 norm = factors.of(n, 8 * n + 2 * c);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const x = &of_keys[n][2 * half];
-      if (n / 2 == block) {
-        const int t = g + 8 * half, at = (8 * n + 2 * c) % kBlock;  // in the block
-        const float2 factor = factors.own(norm, t, at);
-        inverting.diagonal[block][at][t]     = at < t ? x[0] * (own[half] * factor.x) : 0.0f;
-        inverting.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (own[half] * factor.y) : 0.0f;
-      } else {
-        put_pair(inverting.lower, pairs, n, half, x[0] * (other[half] * norm.x), x[1] * (other[half] * norm.y));
-      }
-    }
-  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const x = &of_keys[n][2 * half];
+    inverting.diagonal[block][at][t]     = at < t ? x[0] * (own[half] * factor.x) : 0.0f;
+    inverting.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (own[half] * factor.y) : 0.0f;
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const x = &of_keys[n][2 * half];
+    put_pair(inverting.lower, pairs, n, half, x[0] * (other[half] * factor.x), x[1] * (other[half] * factor.y));
+  });
 }
 
 // The same of queries, as `attend`.
@@ -1187,7 +1196,7 @@ __device__ __forceinline__ void put_queries(
     const OfTokens& s, float scale, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
   using In = ElementOf<Matrix>;
   const int g = thread % kWarp / 4, c = thread % 4;
-  const KeyFactors factors(s, block);
+  const KeyFactors factors(s, block, thread);
   const Pairs<Matrix> pairs(thread, block, 0);
   float own[2], other[2];
 #pragma unroll
@@ -1195,23 +1204,17 @@ __device__ __forceinline__ void put_queries(
     const int t = kBlock * block + g + 8 * half;
     own[half] = scale * s.query_norm[t], other[half] = own[half] * s.since_first[t];
   }
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    if (n / 2 > block) continue;
-    const float2 norm = factors.of(n, 8 * n + 2 * c);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const y = &of_queries[n][2 * half];
-      uint32& to = pairs.in(attend, 0, n, half);
-      if (n / 2 == block) {
-        const int t = g + 8 * half, at = (8 * n + 2 * c) % kBlock;  // in the block
-        const float2 factor = factors.own(norm, t, at);
-        to = to_pair<In>(at <= t ? y[0] * (own[half] * factor.x) : 0.0f, at < t ? y[1] * (own[half] * factor.y) : 0.0f);
-      } else {
-        to = to_pair<In>(y[0] * (other[half] * norm.x), y[1] * (other[half] * norm.y));
-      }
-    }
-  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) =
+        to_pair<In>(at <= t ? y[0] * (own[half] * factor.x) : 0.0f, at < t ? y[1] * (own[half] * factor.y) : 0.0f);
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) = to_pair<In>(y[0] * (other[half] * factor.x), y[1] * (other[half] * factor.y));
+  });
 }
 
 template <class Operands>
@@ -1244,9 +1247,17 @@ __device__ __forceinline__ void make(
   } else {
     start_products(of_keys, keys, keys);
     put_spans(s, thread);
-    multiply_rows<kHasWgmma, false>(p, keys, keys, block, of_keys, s.key_norm, thread);
     multiply_rows<kHasWgmma, false>(p, queries, keys, block, of_queries, s.query_norm, thread);
     ptx::wgmma_wait_for<0>(of_keys);
+    float alone[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n / 2 == block) alone[n % 2][i] = of_keys[n][i];
+      }
+    }
+    put_norms(p, block, alone, s.key_norm, thread);
   }
   barriers.sync();  // spans and norms are there, and nobody reads any more what is overwritten
   put_keys(s, inverting, block, of_keys, thread);

@@ -495,8 +495,9 @@ template <typename In> class Pairs<Lower<In>> {
       : at_{at(thread, Lower<In>::block(row, first), 0), at(thread, Lower<In>::block(row, first), 1)} {}
   // `down` blocks further down, if the row is 0
   template <typename T> __device__ __forceinline__ uint32& in(Lower<T>& lower, int down, int n, int half) const {
-    return *reinterpret_cast<uint32*>(&lower.blocks[0][0][0] + at_[n % 2] + (Lower<In>::block(down, 0) + n / 2) * kBlockSize +
-                                      half * (8 * kBlock));
+    const int blocks = Lower<In>::block(down, 0) + n / 2;
+    return *reinterpret_cast<uint32*>(
+        &lower.blocks[0][0][0] + at_[n % 2] + blocks * kBlockSize + half * (8 * kBlock));
   }
 
  private:
@@ -511,7 +512,8 @@ template <typename In> class Pairs<Swizzled<In>> {
   __device__ __forceinline__ Pairs(uint32 thread, int row, int first)
       : at_((row * kBlock + thread % kWarp / 4) * kChunk + thread % 4 * 2), piece_(2 * first ^ thread % kWarp / 4) {}
   __device__ __forceinline__ uint32& in(Swizzled<In>& square, int down, int n, int half) const {
-    return *reinterpret_cast<uint32*>(&square.rows[0][0] + at_ + (down * kBlock + half * 8) * kChunk + (piece_ ^ n) * 8);
+    const int rows = down * kBlock + half * 8;
+    return *reinterpret_cast<uint32*>(&square.rows[0][0] + at_ + rows * kChunk + (piece_ ^ n) * 8);
   }
 
  private:
@@ -1075,7 +1077,8 @@ using Products = float[kChunk / 8][4];
 
 // The block's squared lengths are on the diagonals of products with itself.
 template <class Operands>
-__device__ __forceinline__ void put_norms(const Operands& p, int block, const float (&alone)[2][4], float* norms, uint32 thread) {
+__device__ __forceinline__ void put_norms(
+    const Operands& p, int block, const float (&alone)[2][4], float* norms, uint32 thread) {
   const int g = thread % kWarp / 4;
   if (thread % 4 != g / 2) return;
   float* const to = norms + kBlock * block + g;
@@ -1085,7 +1088,8 @@ __device__ __forceinline__ void put_norms(const Operands& p, int block, const fl
 
 // Starts the products of all rows, keys or queries, with all keys, where warp w has block w.
 template <class In, int kWide>
-__device__ __forceinline__ void start_products(Products& products, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide]) {
+__device__ __forceinline__ void start_products(
+    Products& products, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide]) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kWide * kBlocks; ++k) {
@@ -1136,42 +1140,53 @@ __device__ __forceinline__ void multiply_rows(
   put_norms(p, block, alone, norms, thread);
 }
 
-// What a product of a row of the warp's block with key `from`, or the next, is multiplied with for the keys: norms, and
-// the decay from there to the block.
-class KeyFactors {
- public:
-  __device__ __forceinline__ KeyFactors(const OfTokens& s, int block) : s_(s), block_(block) {
-    float decay = 1.0f;
+// What products of rows of the warp's block with keys 8 n + 2 c and the next are multiplied with for the keys. All is
+// loaded before it is used, so that nothing waits for a single load.
+struct KeyFactors {
+  float2 of[kChunk / 8];  // norms, and the decay from there to the block
+  float2 own[2][2];       // [n % 2][half] in the block: norms, and the decay from there to the row
+
+  __device__ __forceinline__ KeyFactors(const OfTokens& s, int block, uint32 thread) {
+    const int g = thread % kWarp / 4, c = thread % 4;
 #pragma unroll
-    for (int j = kBlocks - 1; j >= 0; --j) {
-      between_[j] = decay;
-      decay *= j < block ? s.since_first[j * kBlock + kBlock - 1] : 1.0f;
+    for (int i = 0; i < 4; ++i) {
+      const int    at   = i / 2 * 8 + 2 * c;
+      const float2 span = *reinterpret_cast<const float2*>(&s.spans[block][g + i % 2 * 8][at]);
+      const float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[block * kBlock + at]);
+      own[i / 2][i % 2] = {span.x * norm.x, span.y * norm.y};
+    }
+    float decay = 1.0f;  // of the blocks between
+#pragma unroll
+    for (int n = kChunk / 8 - 1; n >= 0; --n) {
+      const float2 norm  = *reinterpret_cast<const float2*>(&s.key_norm[8 * n + 2 * c]);
+      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[8 * n + 2 * c]);
+      of[n] = {norm.x * (decay * until.x), norm.y * (decay * until.y)};
+      if (n % 2 == 0) decay *= n / 2 < block ? s.since_first[n / 2 * kBlock + kBlock - 1] : 1.0f;
     }
   }
-  __device__ __forceinline__ float2 of(int n, int from) const {
-    float2 norm = *reinterpret_cast<const float2*>(&s_.key_norm[from]);
-    if (n / 2 == block_) return norm;
-    const float2 until = *reinterpret_cast<const float2*>(&s_.until_end[from]);
-    return {norm.x * between_[n / 2] * until.x, norm.y * between_[n / 2] * until.y};
-  }
-  // The same in the block itself, for its row t and column `at`.
-  __device__ __forceinline__ float2 own(float2 norm, int t, int at) const {
-    const float2 span = *reinterpret_cast<const float2*>(&s_.spans[block_][t][at]);
-    return {span.x * norm.x, span.y * norm.y};
-  }
-
- private:
-  const OfTokens& s_;
-  const int       block_;
-  float           between_[kBlocks];  // the decay of the blocks between
 };
+
+// Calls own(n, half) for a thread's pairs in the block on the diagonal, other(n, half) for those in blocks before it.
+template <class Own, class Other> __device__ __forceinline__ void each_pair_of(int block, Own own, Other other) {
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    if (j > block) continue;
+    if (j == block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own(2 * j + i / 2, i % 2);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) other(2 * j + i / 2, i % 2);
+    }
+  }
+}
 
 // Multiplies products of keys by their factors and stores them, in `lower` and `diagonal`.
 template <bool kExact>
 __device__ __forceinline__ void put_keys(
     const OfTokens& s, Inverting<kExact>& inverting, int block, const Products& of_keys, uint32 thread) {
   const int g = thread % kWarp / 4, c = thread % 4;
-  const KeyFactors factors(s, block);
+  const KeyFactors factors(s, block, thread);
   const Pairs<Lower<bf16>> pairs(thread, block, 0);
   float own[2], other[2];
 #pragma unroll
@@ -1179,23 +1194,17 @@ __device__ __forceinline__ void put_keys(
     const int t = kBlock * block + g + 8 * half;
     own[half] = s.beta[t] * s.key_norm[t], other[half] = own[half] * s.since_first[t];
   }
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    if (n / 2 > block) continue;
-    const float2 norm = factors.of(n, 8 * n + 2 * c);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const x = &of_keys[n][2 * half];
-      if (n / 2 == block) {
-        const int t = g + 8 * half, at = (8 * n + 2 * c) % kBlock;  // in the block
-        const float2 factor = factors.own(norm, t, at);
-        inverting.diagonal[block][at][t]     = at < t ? x[0] * (own[half] * factor.x) : 0.0f;
-        inverting.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (own[half] * factor.y) : 0.0f;
-      } else {
-        put_pair(inverting.lower, pairs, n, half, x[0] * (other[half] * norm.x), x[1] * (other[half] * norm.y));
-      }
-    }
-  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const x = &of_keys[n][2 * half];
+    inverting.diagonal[block][at][t]     = at < t ? x[0] * (own[half] * factor.x) : 0.0f;
+    inverting.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (own[half] * factor.y) : 0.0f;
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const x = &of_keys[n][2 * half];
+    put_pair(inverting.lower, pairs, n, half, x[0] * (other[half] * factor.x), x[1] * (other[half] * factor.y));
+  });
 }
 
 // The same of queries, as `attend`.
@@ -1204,7 +1213,7 @@ __device__ __forceinline__ void put_queries(
     const OfTokens& s, float scale, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
   using In = ElementOf<Matrix>;
   const int g = thread % kWarp / 4, c = thread % 4;
-  const KeyFactors factors(s, block);
+  const KeyFactors factors(s, block, thread);
   const Pairs<Matrix> pairs(thread, block, 0);
   float own[2], other[2];
 #pragma unroll
@@ -1212,23 +1221,17 @@ __device__ __forceinline__ void put_queries(
     const int t = kBlock * block + g + 8 * half;
     own[half] = scale * s.query_norm[t], other[half] = own[half] * s.since_first[t];
   }
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    if (n / 2 > block) continue;
-    const float2 norm = factors.of(n, 8 * n + 2 * c);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const y = &of_queries[n][2 * half];
-      uint32& to = pairs.in(attend, 0, n, half);
-      if (n / 2 == block) {
-        const int t = g + 8 * half, at = (8 * n + 2 * c) % kBlock;  // in the block
-        const float2 factor = factors.own(norm, t, at);
-        to = to_pair<In>(at <= t ? y[0] * (own[half] * factor.x) : 0.0f, at < t ? y[1] * (own[half] * factor.y) : 0.0f);
-      } else {
-        to = to_pair<In>(y[0] * (other[half] * norm.x), y[1] * (other[half] * norm.y));
-      }
-    }
-  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) =
+        to_pair<In>(at <= t ? y[0] * (own[half] * factor.x) : 0.0f, at < t ? y[1] * (own[half] * factor.y) : 0.0f);
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) = to_pair<In>(y[0] * (other[half] * factor.x), y[1] * (other[half] * factor.y));
+  });
 }
 
 template <class Operands>
@@ -1261,9 +1264,17 @@ __device__ __forceinline__ void make(
   } else {
     start_products(of_keys, keys, keys);
     put_spans(s, thread);
-    multiply_rows<kHasWgmma, false>(p, keys, keys, block, of_keys, s.key_norm, thread);
     multiply_rows<kHasWgmma, false>(p, queries, keys, block, of_queries, s.query_norm, thread);
     ptx::wgmma_wait_for<0>(of_keys);
+    float alone[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n / 2 == block) alone[n % 2][i] = of_keys[n][i];
+      }
+    }
+    put_norms(p, block, alone, s.key_norm, thread);
   }
   barriers.sync();  // spans and norms are there, and nobody reads any more what is overwritten
   put_keys(s, inverting, block, of_keys, thread);
@@ -1591,6 +1602,46 @@ __device__ __forceinline__ void produce(
   }
   ptx::copy_async_wait();
 }
+// ---- gdn/prefill_rows ------------------------------------------------------
+// Products of a warpgroup's rows. With g = lane / 4 and c = lane % 4, element i of block n has row g + i / 2 * 8 and
+// column 8 n + 2 c + i % 2.
+using Tokens = float[kChunk / 8][4];  // columns are tokens
+
+// A left operand of 16 columns: two blocks.
+template <typename In> __device__ __forceinline__ uint4 to_left(const float (&x)[4], const float (&y)[4]) {
+  return {to_pair<In>(x[0], x[1]), to_pair<In>(x[2], x[3]), to_pair<In>(y[0], y[1]), to_pair<In>(y[2], y[3])};
+}
+
+// The factors of tokens in a lane's columns.
+struct TokenFactors {
+  float2 of[kChunk / 8];
+  __device__ __forceinline__ explicit TokenFactors(const float (&factors)[kChunk]) {
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+      of[n] = *reinterpret_cast<const float2*>(&factors[8 * n + threadIdx.x % 4 * 2]);
+    }
+  }
+  __device__ __forceinline__ float operator()(int n, int i) const { return i % 2 ? of[n].y : of[n].x; }
+};
+__device__ __forceinline__ void multiply(Tokens& x, const TokenFactors& factors) {
+#pragma unroll
+  for (int i = 0; i < 4 * (kChunk / 8); ++i) x[i / 4][i % 4] *= factors(i / 4, i);
+}
+
+// Starts x = left rows^T or, with kAdd, x += that, for kCount left operands of 16 columns and the rows of k, q or a
+// square.
+template <bool kAdd, typename In, int kCount>
+__device__ __forceinline__ void start_rows(Tokens& x, const uint4 (&left)[kCount], Swizzled<In>* rows) {
+  const uint64 right = ptx::wgmma_matrix(ptx::shared_address(rows), sizeof(*rows));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const uint64 columns = right + k / kBlocks * (sizeof(*rows) / 16) + k % kBlocks * 2;
+    if (kAdd || k > 0) ptx::wgmma<In, false, true>(x, left[k], columns);
+    else ptx::wgmma<In, false, false>(x, left[k], columns);
+  }
+  ptx::wgmma_commit();
+}
 // ---- gdn/prefill_states ----------------------------------------------------
 // Moves a warp's part of a state, 16 kTiles rows of kBlocks blocks of eight columns, between memory and registers. With
 // g = lane / 4 and c = lane % 4, h[i][n] has rows 16 i + g and 16 i + g + 8 and columns 8 n + 2 c and the next.
@@ -1736,43 +1787,9 @@ __device__ __forceinline__ Stage& wait_for(Shared& shared, const Ring<kStages>& 
 }
 
 // ---- products --------------------------------------------------------------
-// With g = lane / 4 and c = lane % 4, element i of block n has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
-using State  = float[kHeadDim / 8][4];  // rows of it; columns are its K index
-using Rows   = State[1];
-using Tokens = float[kChunk / 8][4];       // columns are tokens
+using State = float[kHeadDim / 8][4];  // rows of it; columns are its K index
+using Rows  = State[1];
 constexpr int kSteps = kHeadDim / 16;
-
-// A left operand of 16 columns: two blocks.
-__device__ __forceinline__ uint4 to_left(const float (&x)[4], const float (&y)[4]) {
-  return {to_pair<In>(x[0], x[1]), to_pair<In>(x[2], x[3]), to_pair<In>(y[0], y[1]), to_pair<In>(y[2], y[3])};
-}
-
-// The factors of tokens in a lane's columns.
-struct TokenFactors {
-  float2 of[kChunk / 8];
-  __device__ __forceinline__ explicit TokenFactors(const float (&factors)[kChunk]) {
-#pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
-      of[n] = *reinterpret_cast<const float2*>(&factors[8 * n + threadIdx.x % 4 * 2]);
-    }
-  }
-  __device__ __forceinline__ float operator()(int n, int i) const { return i % 2 ? of[n].y : of[n].x; }
-};
-
-// Starts x = left rows^T or, with kAdd, x += that, for kCount left operands of 16 columns and the rows of k, q or a
-// square.
-template <bool kAdd, int kCount>
-__device__ __forceinline__ void start_rows(Tokens& x, const uint4 (&left)[kCount], Square* rows) {
-  const uint64 right = ptx::wgmma_matrix(ptx::shared_address(rows), sizeof(Square));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    const uint64 columns = right + k / kBlocks * (sizeof(Square) / 16) + k % kBlocks * 2;
-    if (kAdd || k > 0) ptx::wgmma<In, false, true>(x, left[k], columns);
-    else ptx::wgmma<In, false, false>(x, left[k], columns);
-  }
-  ptx::wgmma_commit();
-}
 
 // ---- a consumer ------------------------------------------------------------
 class Consumer {
@@ -1863,7 +1880,7 @@ class Consumer {
   template <bool kFirst> __device__ __forceinline__ void open(State& h, Tokens& u, Tokens& out) {
     uint4 left[kSteps], rest[kBlocks];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) left[k] = to_left(h[2 * k], h[2 * k + 1]);
+    for (int k = 0; k < kSteps; ++k) left[k] = to_left<In>(h[2 * k], h[2 * k + 1]);
     if constexpr (!kFirst) ring_.advance();
     Stage& stage = wait_for(shared_, ring_);
     const ChunkFactors& factors = stage.factors;
@@ -1908,10 +1925,10 @@ class Consumer {
     Stage& stage = shared_.stages[ring_.slot];
     uint4 updates[kBlocks], end[kBlocks];
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) updates[j] = to_left(u[2 * j], u[2 * j + 1]);
+    for (int j = 0; j < kBlocks; ++j) updates[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
     multiply(u, TokenFactors(stage.factors.end));
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) end[j] = to_left(u[2 * j], u[2 * j + 1]);
+    for (int j = 0; j < kBlocks; ++j) end[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
     const uint64 keys = ptx::wgmma_matrix(ptx::shared_address(stage.keys), sizeof(Square));
     ptx::wgmma_fence();
 #pragma unroll
@@ -1951,13 +1968,8 @@ class Consumer {
     if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(&barrier);
   }
 
-  static __device__ __forceinline__ void multiply(Tokens& x, const TokenFactors& factors) {
-#pragma unroll
-    for (int i = 0; i < 4 * (kChunk / 8); ++i) x[i / 4][i % 4] *= factors(i / 4, i);
-  }
-
-  // rest = v - state x, of the warp's 16 rows; operand j has tokens 16 j to 16 j + 15 as columns. Values and factors are
-  // loaded where they are used, as registers are few.
+  // rest = v - state x, of the warp's 16 rows; operand j has tokens 16 j to 16 j + 15 as columns. Values and factors
+  // are loaded where they are used, as registers are few.
   __device__ __forceinline__ void subtract(uint4 (&rest)[kBlocks], const Stage& stage, const Tokens& x) const {
     const int lane = threadIdx.x % kWarp;
     const uint32 at = ptx::shared_address(&stage.values[lane % 8 + lane / 16 * 8][first_ + lane / 8 % 2 * 8]);
@@ -1976,7 +1988,7 @@ class Consumer {
           difference[half][i] = fmaf(i % 2 ? -factor.y : -factor.x, x[n][i], i % 2 ? high<In>(word) : low<In>(word));
         }
       }
-      rest[j] = to_left(difference[0], difference[1]);
+      rest[j] = to_left<In>(difference[0], difference[1]);
     }
   }
 
