@@ -97,7 +97,7 @@ KERNELS: dict[str, Launch] = {
         "gdn_prefill_wgmma", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64)), HOPPER
     ),
     "gdn, prefill in one kernel": Launch(
-        "gdn_prefill_wgmma", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(128, fused=True), 128), HOPPER
+        "gdn_prefill_wgmma", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(128, fused=True), 128, 260), HOPPER
     ),
     "gdn, prefill in parts": Launch(
         "gdn_prefill_parts", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64, divided=True)), HOPPER
