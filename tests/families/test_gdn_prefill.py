@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,6 +217,39 @@ def adversarial(kind: str) -> Case:
 @pytest.mark.parametrize("kind", ["no decay", "forgetting", "beta 0 and 1", "repeated keys", "opposite keys"])
 def test_adversarial_values(device: str, kind: str) -> None:
     check(adversarial(kind), device)
+
+
+FUSED = WgmmaTactic(128, fused=True)
+OF_FUSED = {
+    "lengths": lambda: case((5, 0, 64, 67), heads=(1, 1, 2), dims=(128, 128)),
+    "f16": lambda: case((70,), (2, 1, 2), (128, 128), F16, BF16),
+    "V 256": lambda: case((70,), (1, 1, 1), (128, 256)),
+    **{kind: partial(adversarial, kind) for kind in ("no decay", "forgetting", "repeated keys", "opposite keys")},
+    "seven chunks": lambda: case((400,), heads=(1, 1, 1), dims=(128, 128)),
+}
+
+
+@pytest.mark.parametrize("name", OF_FUSED)
+@pytest.mark.parametrize("where", [pytest.param("sm_90a", marks=SIM), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_made_in_the_kernel(where: str, name: str) -> None:
+    """The kernel that makes the products of chunks itself, which the table takes for many states."""
+    with GATED_DELTA_RULE_PREFILL.forced(FUSED):
+        if where == "cuda":
+            check(OF_FUSED[name](), where)
+        else:
+            with sim.device(where):
+                check(OF_FUSED[name](), "cpu")
+
+
+def test_what_the_fused_kernel_cannot() -> None:
+    given = case((70,), dims=(128, 128))
+    for tactic in (WgmmaTactic(64, fused=True), WgmmaTactic(128, divided=True, fused=True)):
+        with (
+            sim.device("sm_90a"),
+            GATED_DELTA_RULE_PREFILL.forced(tactic),
+            pytest.raises(ArgumentError, match="whole sequences"),
+        ):
+            chunk_gated_delta_rule(**given)
 
 
 def test_without_gates_norm_and_state(device: str) -> None:

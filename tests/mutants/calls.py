@@ -82,10 +82,9 @@ def gdn_prefill(tactic: PrefillTactic | WgmmaPrefillTactic) -> None:
         jitfp4.chunk_gated_delta_rule(**good_calls()["chunk_gated_delta_rule"]())
 
 
-def gdn_prefill_long(tactic: WgmmaPrefillTactic) -> None:
+def gdn_prefill_long(tactic: WgmmaPrefillTactic, dim: int = 64, tokens: int = 520) -> None:
     """Nine chunks: each stage is filled again, and there are two parts whose states are joined with the rest."""
-    tokens = 520
-    q, k, v = (random_matrix(tokens, 64, torch.bfloat16, seed).view(tokens, 1, 64) for seed in range(3))
+    q, k, v = (random_matrix(tokens, dim, torch.bfloat16, seed).view(tokens, 1, dim) for seed in range(3))
     gates = torch.rand(tokens, 1, generator=torch.Generator().manual_seed(3))
     with GATED_DELTA_RULE_PREFILL.forced(tactic):
         jitfp4.chunk_gated_delta_rule(

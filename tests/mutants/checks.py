@@ -186,6 +186,9 @@ CHECKS: dict[str, Subject] = {
     "gdn, prefill on warpgroups": Subject(
         "gdn_prefill_wgmma", (prompts(WgmmaPrefillTactic(64), 5, 0, 64, 67),), ("sm_90a",)
     ),
+    "gdn, prefill in one kernel": Subject(
+        "gdn_prefill_wgmma", (prompts(WgmmaPrefillTactic(128, fused=True), 67, 130, head_dim=128),), ("sm_90a",)
+    ),
     "gdn, prefill products": Subject(
         "gdn_prefill_products",
         (lambda _: gdn_prefill.test_the_products_of_chunks(), prompts(WgmmaPrefillTactic(64), 67, head_dim=128)),

@@ -96,6 +96,9 @@ KERNELS: dict[str, Launch] = {
     "gdn, prefill on warpgroups": Launch(
         "gdn_prefill_wgmma", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64)), HOPPER
     ),
+    "gdn, prefill in one kernel": Launch(
+        "gdn_prefill_wgmma", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(128, fused=True), 128, 260), HOPPER
+    ),
     "gdn, prefill in parts": Launch(
         "gdn_prefill_parts", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64, divided=True)), HOPPER
     ),

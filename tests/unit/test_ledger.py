@@ -50,6 +50,8 @@ _SPILLED = {
     ("norm/rows_fp4quant", "gate=true"): 68,
     # A token's convolution of 8 channels: up to seven registers, so that an SM holds 24 warps.
     ("conv/causal", "vec=8,by_sequence=true"): 14,
+    # Consumers beside a maker of products: while a state is loaded or stored, once for a sequence, not for a chunk.
+    ("gdn/prefill_wgmma", "rows=128", "fused=true"): 247,
     # Two consumers of 64 rows of a state each: a register, stored once.
     ("gdn/prefill_parts", "rows=128"): 2,
     ("gdn/prefill_wgmma", "rows=128"): 2,

@@ -86,9 +86,9 @@ def chunk_gated_delta_rule(
         On CPU tensors exactly that, in float32. The kernel takes 64 tokens at once (Yang et al., Gated Delta Networks,
         2024): products have 16-bit operands and float32 sums; the state stays in float32, but is rounded to 16 bits
         where it is multiplied, as are u and the inverse of the chunk's triangular system, which is computed in
-        float32. On Hopper, few long sequences are computed in parts, each from zero and then from the state before
-        it, which the parts' maps of a state to the next give in float32. So NaN or infinity in a token may reach the
-        outputs of up to 63 tokens before it.
+        float32, or for many states on Hopper from products of float16 numbers. On Hopper, few long sequences are
+        computed in parts, each from zero and then from the state before it, which the parts' maps of a state to the
+        next give in float32. So NaN or infinity in a token may reach the outputs of up to 63 tokens before it.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """

@@ -23,7 +23,9 @@ _HALF = 66  # states whose CTAs of 64 rows are no more, if V is 128
 def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
     yield Row(WgmmaTactic(64, divided=True), {"few_and_long": True})
     yield Row(WgmmaTactic(64), {"states": _HALF})
-    yield Row(WgmmaTactic(128))
+    yield Row(WgmmaTactic(128), {"many_and_long": False})
+    yield Row(WgmmaTactic(128, fused=True))
+    yield Row(WgmmaTactic(128))  # where the products do not fit beside the rest
     yield Row(WgmmaTactic(64))
     for stages in (3, 2, 1):  # fewer, where they do not fit
         yield Row(PrefillTactic(16, stages), {"states": _FEWEST})
@@ -51,8 +53,10 @@ def _problem(arguments: PrefillArguments) -> PrefillProblem:
 def problems(_arch: Arch) -> Iterator[PrefillProblem]:
     """Problems that reach each row of the table, in each dtype."""
     for dtype, head_dim in product(HALVES.values(), HEAD_DIMS):
-        for value_dim, states in product(VALUE_DIMS[head_dim], (8, 32, 128)):
-            yield PrefillProblem(dtype, head_dim, value_dim, 8192, states // 8, heads=8)
+        for value_dim, (states, tokens) in product(
+            VALUE_DIMS[head_dim], ((8, 8192), (32, 8192), (128, 8192), (256, 1 << 16))
+        ):
+            yield PrefillProblem(dtype, head_dim, value_dim, tokens, states // 8, heads=8)
 
 
 def _reference(arguments: PrefillArguments) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.prefill_arguments import CHUNK
+from jitfp4.families.gdn.prefill_arguments import CHUNK, INVERTING_BYTES, LOWER_BYTES, OF_TOKENS_BYTES
 from jitfp4.families.gdn.prefill_parameters import PARAMETERS as OF_PREFILL
 from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
 from jitfp4.formats import DType
 from jitfp4.layouts import round_up
-from jitfp4.spec import I64, KernelSpec, Ptr
+from jitfp4.spec import F32, I64, KernelSpec, Ptr
 
 _STAGES = 3
 _SQUARE_BYTES = CHUNK * CHUNK * 2
@@ -21,6 +21,10 @@ PARAMETERS = (
     Ptr("part_states", "uint8", "[places of parts, heads, V + K, K] float32, of parts"),
     I64("part_chunks", "of a part"),
     I64("sequences"),
+    Ptr("g", "const float", "[tokens, heads], decays; null: 1"),
+    Ptr("beta", "const float", "[tokens, heads]; null: 1"),
+    F32("scale", "of q"),
+    I64("l2norm", "0: q and k as they are", member="bool"),
 )
 
 
@@ -49,7 +53,7 @@ class RowsSpec(KernelSpec):
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 128 * (self.rows // 64 + self._apart + 1)
+        return 128 * (self.rows // 64 + self._apart + self._makes + 1)
 
     @property
     def _apart(self) -> bool:
@@ -57,21 +61,32 @@ class RowsSpec(KernelSpec):
         return not self.alone and self.rows == 64
 
     @property
+    def _makes(self) -> bool:
+        """Whether another warpgroup makes the products of chunks."""
+        return False
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: stages of what is copied, and their barriers."""
         squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
         values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
         left = 2 * 64 * (self.head_dim + CHUNK) * 2 + 32 if self._apart else 24
-        return round_up(_STAGES * (round_up(squares + values + factors, 1024) + 16) + left, 1024)
+        making = (INVERTING_BYTES - LOWER_BYTES + OF_TOKENS_BYTES if self._makes else 8) + 56  # and the item of the CTA
+        return round_up(_STAGES * (round_up(squares + values + factors, 1024) + 24) + left + making, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WgmmaSpec(RowsSpec):
-    """``divided``: the sequences are in parts."""
+    """``divided``: the sequences are in parts; ``fused``: one more warpgroup makes the products of chunks."""
 
     divided: bool
+    fused: bool
 
     alone = False
+
+    @property
+    def _makes(self) -> bool:
+        return self.fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +95,4 @@ class PartsSpec(RowsSpec):
 
     divided = True
     alone = True
+    fused = False

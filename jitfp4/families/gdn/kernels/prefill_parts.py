@@ -43,11 +43,11 @@ def _geometry(problem: PartsProblem, tactic: PartsTactic, _arch: Arch) -> Geomet
 
 def _bind(arguments: PartsArguments, plan: Plan) -> dict[str, Any]:
     a, heads = arguments, plan.problem.heads
-    unused = ("q", "initial_state", "final_state", "slots", "checkpoints", "checkpoint_starts", "out")
+    unused = ("q", "initial_state", "final_state", "slots", "checkpoints", "checkpoint_starts", "out", "g", "beta")
     none = ("q_ratio", "q_stride", "state_bytes", "pool", "slot_bytes", "initial_stride", "final_stride")
     return {
         **dict.fromkeys(unused),
-        **dict.fromkeys((*none, "checkpoint_every", "checkpoint_count", "start_bytes"), 0),
+        **dict.fromkeys((*none, "checkpoint_every", "checkpoint_count", "start_bytes", "scale", "l2norm"), 0),
         "k": a.k,
         "v": a.v,
         "products": a.products,

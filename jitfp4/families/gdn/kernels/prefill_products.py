@@ -10,7 +10,8 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.launches import refused
 from jitfp4.families.gdn.prefill_arguments import (
     CHUNK,
-    LOWER_BYTES,
+    INVERTING_BYTES,
+    OF_TOKENS_BYTES,
     PRODUCTS_BYTES,
     ProductsArguments,
     ProductsProblem,
@@ -21,8 +22,6 @@ from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import round_up
 from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
-
-_SPANS_BYTES = 4 * CHUNK * (16 + 4)  # of 16 x 16 blocks in rows of 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,7 @@ class ProductsSpec(KernelSpec):
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: keys and queries or what is made of them, spans, six numbers of a token."""
         rows = 2 * CHUNK * self.head_dim * 2
-        made = PRODUCTS_BYTES + 2 * LOWER_BYTES + _SPANS_BYTES
-        return round_up(max(rows, made) + _SPANS_BYTES + 6 * CHUNK * 4, 1024)
+        return round_up(max(rows, PRODUCTS_BYTES + INVERTING_BYTES) + OF_TOKENS_BYTES, 1024)
 
 
 def _rejects(problem: ProductsProblem, tactic: ProductsTactic, arch: Arch) -> str | None:

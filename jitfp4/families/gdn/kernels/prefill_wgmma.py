@@ -30,13 +30,21 @@ _FEWEST = 4  # chunks of a part
 
 @dataclass(frozen=True, slots=True)
 class WgmmaTactic:
-    """``rows``: of a state, in a CTA, 64 for each warpgroup that computes; ``divided``: sequences in parts."""
+    """Of a kernel.
+
+    ``rows``: of a state, in a CTA, 64 for each warpgroup that computes; ``divided``: sequences in parts; ``fused``: no
+    kernel before it.
+    """
 
     rows: int
     divided: bool = False
+    fused: bool = False
 
 
-TACTICS = tuple(WgmmaTactic(rows, divided) for divided in (False, True) for rows in (64, 128))
+TACTICS = (
+    *(WgmmaTactic(rows, divided) for divided in (False, True) for rows in (64, 128)),
+    WgmmaTactic(128, fused=True),
+)
 
 
 def part_chunks(problem: PrefillProblem) -> int:
@@ -51,6 +59,8 @@ def _specialise(problem: PrefillProblem, tactic: WgmmaTactic) -> WgmmaSpec:
 def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     if not arch.has_wgmma:
         return f"its products are instructions of {names_with('has_wgmma')}"
+    if tactic.fused and (tactic.divided or tactic.rows != 128):
+        return "only CTAs of 128 rows make the products of whole sequences"
     try:
         _specialise(problem, tactic)
     except ArgumentError as error:
@@ -69,7 +79,8 @@ def _scratch(arguments: PrefillArguments, plan: Plan) -> dict[str, Scratch]:
     problem = plan.problem
     items = places(problem.tokens, problem.sequences, part_chunks(problem) * CHUNK) if plan.spec.divided else 0
     shape = (items, problem.heads, problem.value_dim + problem.head_dim, problem.head_dim)
-    return {**scratch(arguments, plan), "part_states": Scratch(shape, torch.float32)}
+    products = {"products": Scratch((0,), torch.uint8)} if plan.spec.fused else scratch(arguments, plan)
+    return {**products, "part_states": Scratch(shape, torch.float32)}
 
 
 def _parts(
@@ -108,6 +119,10 @@ def _bind(arguments: PrefillArguments, plan: Plan, products: torch.Tensor, part_
         "part_states": part_states,
         "part_chunks": part_chunks(plan.problem),
         "sequences": plan.problem.sequences,
+        "g": arguments.g,
+        "beta": arguments.beta,
+        "scale": arguments.scale,
+        "l2norm": int(arguments.use_qk_l2norm),
     }
 
 

@@ -4,10 +4,10 @@
 // The delta rule for whole prompts, second kernel: the chunks of a sequence in their order. A CTA takes kTileV rows (V
 // index) of one head's state and a chunk of tokens at once, in two groups of four warps. The state warps do what must
 // be done chunk after chunk, with the state in registers, in float32; each has a quarter of its columns:
-//   u = (v - state_factor h k) solve^T
-//   h becomes decay h + (end_factor u) k^T
+//   u = (v - state h k) solve^T
+//   h becomes decay h + (end u) k^T
 // The output warps start copies for the chunks to come, and compute, from what the others leave in shared memory,
-//   out = query_factor h q + u attend^T
+//   out = query h q + u attend^T
 // Operands of products are rounded to 16 bits; sums are float32. A chunk, where | is __syncthreads() and the warps of a
 // column wait at a name (the output warps have nothing to wait for at the first):
 //   state   | h k, its rest   kRests  u   kUpdates  u k + h, h in 16 bits  |
@@ -287,15 +287,18 @@ template <typename In> struct alignas(16) Lower {
 
 // What the delta rule needs of a chunk besides q, k, v and the state h before it. With D_t the product of the decays
 // from the first token to t, E_ts that from the token after s to t, and |k_t| = 1 without normalisation:
-//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state_factor h k)
-//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query_factor h q
+//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state h k)
+//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query h q
 // where k and q in the brackets are not normalised, as their norms are parts of the factors.
+struct ChunkFactors {
+  float state[kChunk];  // D_t / |k_t|
+  float end[kChunk];    // E_tT / |k_t|, T the last token
+  float query[kChunk];  // D_t scale / |q_t|
+  float decay[4];       // D_T, and nothing
+};
 template <typename In> struct ChunkProducts {
-  Lower<In> solve, attend;
-  float state_factor[kChunk];  // D_t / |k_t|
-  float end_factor[kChunk];    // E_tT / |k_t|, T the last token
-  float query_factor[kChunk];  // D_t scale / |q_t|
-  float decay[4];              // D_T, and nothing
+  Lower<In>    solve, attend;
+  ChunkFactors factors;
 };
 
 // Tokens [first, end) of all tokens.
@@ -587,10 +590,10 @@ __device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
 // columns of the product. Element i of block n of a product has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
 
 // The row whose address a lane gives to load an operand, and which half of it.
-__device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
-__device__ __forceinline__ int left_half() { return threadIdx.x / 16 % 2; }
-__device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
-__device__ __forceinline__ int right_half() { return threadIdx.x / 8 % 2; }
+__device__ __forceinline__ int left_row(uint32 thread = threadIdx.x) { return thread % 16; }
+__device__ __forceinline__ int left_half(uint32 thread = threadIdx.x) { return thread / 16 % 2; }
+__device__ __forceinline__ int right_row(uint32 thread = threadIdx.x) { return thread % 8 + thread / 16 % 2 * 8; }
+__device__ __forceinline__ int right_half(uint32 thread = threadIdx.x) { return thread / 8 % 2; }
 
 // That address, where rows are kStride elements apart.
 template <typename In, int kStride> __device__ __forceinline__ uint32 left_in(const In (*rows)[kStride]) {
@@ -673,9 +676,9 @@ struct alignas(16) Stage {
 struct Shared {
   Stage stages[kStages];
   In states[2][kTileV][kRow];     // h before a chunk, in turn
-  In rests[kTileV][kTokenRow];    // v - state_factor h k
+  In rests[kTileV][kTokenRow];    // v - state h k
   In updates[kTileV][kTokenRow];  // u
-  In ends[kTileV][kTokenRow];     // end_factor u
+  In ends[kTileV][kTokenRow];     // end u
 };
 static_assert(sizeof(Shared) == 162352, "the launch counts on it");
 
@@ -787,7 +790,7 @@ __device__ __forceinline__ void put_state(const Rows& h, In (&to)[kTileV][kRow])
   }
 }
 
-// v - state_factor h k
+// v - state h k
 __device__ __forceinline__ void put_rests(const Stage& stage, const In (&state)[kTileV][kRow], Shared& shared) {
   const int first = warp_of() * kBlock;
   const uint32 keys = right_in(&stage.keys[first]);
@@ -795,7 +798,7 @@ __device__ __forceinline__ void put_rests(const Stage& stage, const In (&state)[
   multiply_steps<kHeadDim / 16, kRow>(x, left_in(state), kHeadDim / 16, [&](int k) {
     return ptx::load_matrices(keys + 32 * k);
   });
-  const Factors factors(stage.products.state_factor);
+  const Factors factors(stage.products.factors.state);
   const uint32 values = right_in(&stage.values[first]);
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -817,7 +820,7 @@ __device__ __forceinline__ void put_rests(const Stage& stage, const In (&state)[
 __device__ __forceinline__ void put_updates(const Stage& stage, const uint4 (&solve)[kBlocks], Shared& shared) {
   Tokens u;
   multiply_steps<kBlocks, kTokenRow>(u, left_in(shared.rests), warp_of() + 1, [&](int k) { return solve[k]; });
-  const Factors factors(stage.products.end_factor);
+  const Factors factors(stage.products.factors.end);
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -851,7 +854,7 @@ __device__ __forceinline__ void advance(Rows& h, const Stage& stage, const In (&
     }
   }
 #pragma unroll
-  for (float& x : reinterpret_cast<float (&)[sizeof(Rows) / 4]>(h)) x *= stage.products.decay[0];
+  for (float& x : reinterpret_cast<float (&)[sizeof(Rows) / 4]>(h)) x *= stage.products.factors.decay[0];
   ptx::barrier_arrive(kGiven, kThreads);
   ptx::barrier_sync(kUpdates, kGroup);
   const uint32 left = left_in(shared.ends);
@@ -899,7 +902,7 @@ __device__ __forceinline__ void attend(
       multiply<In>(results[i][0], results[i][1], left, ptx::load_matrices(right + i * kBlock * kRow * 2 + 32 * k));
     }
   }
-  const float upper = stage.products.query_factor[row], lower = stage.products.query_factor[row + 8];
+  const float upper = stage.products.factors.query[row], lower = stage.products.factors.query[row + 8];
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll

@@ -292,15 +292,18 @@ template <typename In> struct alignas(16) Lower {
 
 // What the delta rule needs of a chunk besides q, k, v and the state h before it. With D_t the product of the decays
 // from the first token to t, E_ts that from the token after s to t, and |k_t| = 1 without normalisation:
-//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state_factor h k)
-//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query_factor h q
+//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state h k)
+//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query h q
 // where k and q in the brackets are not normalised, as their norms are parts of the factors.
+struct ChunkFactors {
+  float state[kChunk];  // D_t / |k_t|
+  float end[kChunk];    // E_tT / |k_t|, T the last token
+  float query[kChunk];  // D_t scale / |q_t|
+  float decay[4];       // D_T, and nothing
+};
 template <typename In> struct ChunkProducts {
-  Lower<In> solve, attend;
-  float state_factor[kChunk];  // D_t / |k_t|
-  float end_factor[kChunk];    // E_tT / |k_t|, T the last token
-  float query_factor[kChunk];  // D_t scale / |q_t|
-  float decay[4];              // D_T, and nothing
+  Lower<In>    solve, attend;
+  ChunkFactors factors;
 };
 
 // Tokens [first, end) of all tokens.

@@ -2,24 +2,13 @@
 // spec: {"dtype":"bf16","head_dim":128}
 //
 // The delta rule for whole prompts, first kernel: what a chunk of tokens needs that does not depend on the state. A CTA
-// takes one chunk and head. Products of keys with keys and queries run on the tensor cores, exact up to float32 sums.
-// The triangular inverse: that of 16 x 16 blocks by substitution in float32, a row by a thread; the rest by products of
-// blocks on the tensor cores, with each number as the sum of two bf16 numbers, which is exact to 2^-16 of it. A warp
-// has the tokens of a block of rows where products are made, and a block of columns where the inverse is.
+// takes one chunk and head.
 
 // ---- partials/fence_proxy --------------------------------------------------
 namespace ptx {
 // Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
-
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -36,6 +25,31 @@ constexpr int   kWarp   = 32;
 constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/matrices -----------------------------------------------------
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
+namespace ptx {
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
 // A function for each instruction that several kernels use.
@@ -299,15 +313,18 @@ template <typename In> struct alignas(16) Lower {
 
 // What the delta rule needs of a chunk besides q, k, v and the state h before it. With D_t the product of the decays
 // from the first token to t, E_ts that from the token after s to t, and |k_t| = 1 without normalisation:
-//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state_factor h k)
-//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query_factor h q
+//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state h k)
+//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query h q
 // where k and q in the brackets are not normalised, as their norms are parts of the factors.
+struct ChunkFactors {
+  float state[kChunk];  // D_t / |k_t|
+  float end[kChunk];    // E_tT / |k_t|, T the last token
+  float query[kChunk];  // D_t scale / |q_t|
+  float decay[4];       // D_T, and nothing
+};
 template <typename In> struct ChunkProducts {
-  Lower<In> solve, attend;
-  float state_factor[kChunk];  // D_t / |k_t|
-  float end_factor[kChunk];    // E_tT / |k_t|, T the last token
-  float query_factor[kChunk];  // D_t scale / |q_t|
-  float decay[4];              // D_T, and nothing
+  Lower<In>    solve, attend;
+  ChunkFactors factors;
 };
 
 // Tokens [first, end) of all tokens.
@@ -345,79 +362,6 @@ __device__ __forceinline__ int64 sequence_of(const Operands& p, int64 place, int
     if (votes != ~0u) return after - 1;
   }
 }
-// ---- partials/async_copy ---------------------------------------------------
-// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
-namespace ptx {
-__device__ __forceinline__ uint4 ld_shared(uint32 p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-  return v;
-}
-// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
-__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
-  uint4 v;
-  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
-}
-__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Starts a copy of 16 bytes from global memory, cached in L2 only.
-__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
-namespace ptx {
-// Copies 16 bytes: the first `bytes` are read, the others are zero.
-__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// The copies that this thread has started since the last call become a group.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of this thread are complete.
-template <int kAllowed>
-__device__ __forceinline__ void copy_async_wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
-
-// ---- gdn/prefill_source ----------------------------------------------------
-// Where one of kThreads threads copies from, when together they copy kCount elements of each of kRows rows, and then of
-// the next kRows rows: 16 bytes of every kStep-th row.
-template <typename In, int kRows, int kCount, int kThreads> class Source {
- public:
-  // `from`: the first row; rows are `stride` elements apart.
-  __device__ __forceinline__ Source(const In* from, int64 stride, int thread)
-      : thread_(thread), row_(from + thread / kPieces * stride + thread % kPieces * 8), step_(kStep * stride) {}
-
-  // Starts the copies of the next rows, of which `rows` exist; the others are zero. to(row, column): the place of 16
-  // bytes in shared memory.
-  template <typename F> __device__ __forceinline__ void copy(int rows, F to) {
-#pragma unroll
-    for (int i = 0; i < kRows; i += kStep, row_ += step_) {
-      const int row = i + thread_ / kPieces;
-      ptx::copy_async_or_zero(to(row, thread_ % kPieces * 8), row_, row < rows ? 16 : 0);
-    }
-  }
-  template <int kStride> __device__ __forceinline__ void copy(In (&to)[kRows][kStride], int rows) {
-    copy(rows, [&](int row, int column) { return ptx::shared_address(&to[row][column]); });
-  }
-
- private:
-  static constexpr int kPieces = kCount / 8, kStep = kThreads / kPieces;
-  static_assert(kThreads % kPieces == 0 && kRows % kStep == 0, "whole rows");
-
-  const int   thread_;
-  const In*   row_;
-  const int64 step_;
-};
-
 // ---- partials/mma_half -----------------------------------------------------
 // Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
 namespace ptx {
@@ -446,33 +390,16 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }
 }  // namespace ptx
 
-// ---- partials/matrices -----------------------------------------------------
-// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
-namespace ptx {
-__device__ __forceinline__ uint32 transpose(uint32 a) {
-  uint32 d;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
-// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
-__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-  return v;
-}
-}  // namespace ptx
-
 // ---- gdn/squares -----------------------------------------------------------
 // Products of 16 x 16 matrices, of 16-bit floats in shared memory. With g = lane / 4 and c = lane % 4, a left operand's
 // registers are pairs in row g or g + 8 and columns 2 c or 2 c + 8; a right one's are the same of its rows, which are
 // columns of the product. Element i of block n of a product has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
 
 // The row whose address a lane gives to load an operand, and which half of it.
-__device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
-__device__ __forceinline__ int left_half() { return threadIdx.x / 16 % 2; }
-__device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
-__device__ __forceinline__ int right_half() { return threadIdx.x / 8 % 2; }
+__device__ __forceinline__ int left_row(uint32 thread = threadIdx.x) { return thread % 16; }
+__device__ __forceinline__ int left_half(uint32 thread = threadIdx.x) { return thread / 16 % 2; }
+__device__ __forceinline__ int right_row(uint32 thread = threadIdx.x) { return thread % 8 + thread / 16 % 2 * 8; }
+__device__ __forceinline__ int right_half(uint32 thread = threadIdx.x) { return thread / 8 % 2; }
 
 // That address, where rows are kStride elements apart.
 template <typename In, int kStride> __device__ __forceinline__ uint32 left_in(const In (*rows)[kStride]) {
@@ -507,6 +434,248 @@ template <typename In> struct alignas(1024) Swizzled {
     return ptx::shared_address(&rows[row][(column / 8 ^ row % 8) * 8]);
   }
 };
+// ---- gdn/prefill_inverse ---------------------------------------------------
+// The triangular inverse of a chunk: that of 16 x 16 blocks by substitution in float32, a row by a thread; the rest by
+// products of blocks on the tensor cores, with each number as the sum of two bf16 numbers, which is exact to 2^-16 of
+// it; or, without kExact, rounded to f16. It goes to a Lower or to a Swizzled.
+constexpr int kSpanRow = kBlock + 4;
+
+// Numbers of a lower part: with kExact, as sums of two.
+template <bool kExact> struct Parts {
+  Lower<bf16> high, low;
+};
+template <> struct Parts<false> {
+  Lower<f16> whole;
+};
+// What the inverse is made of.
+template <bool kExact> struct alignas(16) Inverting {
+  // Below the diagonal blocks, beta_t E_ts k_s k_t; in them, the inverse of 1 + their part of that.
+  Parts<kExact> lower;
+  float diagonal[kBlocks][kBlock][kSpanRow];  // [t / kBlock][s % kBlock][t % kBlock] of that, 0 where s >= t
+};
+// Numbers of tokens.
+struct alignas(16) OfTokens {
+  float spans[kBlocks][kBlock][kSpanRow];  // [t / kBlock][t % kBlock][s % kBlock]: E_ts in a block; 0 where s > t
+  float decay[kChunk], beta[kChunk];           // 1 and 0 beyond the last token
+  float key_norm[kChunk], query_norm[kChunk];  // 1 / length; without normalisation 1
+  float since_first[kChunk], until_end[kChunk];  // D_t and E_tT, as if t's block were all
+};
+
+template <class Matrix> struct Element;
+template <typename In> struct Element<Lower<In>> { using Type = In; };
+template <typename In> struct Element<Swizzled<In>> { using Type = In; };
+template <class Matrix> using ElementOf = typename Element<Matrix>::Type;
+
+// A thread's pairs in a matrix: those at columns 8 n + 2 c of rows g and g + 8 of a block of rows.
+template <class Matrix> class Pairs;
+template <typename In> class Pairs<Lower<In>> {
+ public:
+  // From block `first` of the row of blocks `row` on.
+  __device__ __forceinline__ Pairs(uint32 thread, int row, int first)
+      : at_{at(thread, Lower<In>::block(row, first), 0), at(thread, Lower<In>::block(row, first), 1)} {}
+  // `down` blocks further down, if the row is 0
+  template <typename T> __device__ __forceinline__ uint32& in(Lower<T>& lower, int down, int n, int half) const {
+    const int blocks = Lower<In>::block(down, 0) + n / 2;
+    return *reinterpret_cast<uint32*>(
+        &lower.blocks[0][0][0] + at_[n % 2] + blocks * kBlockSize + half * (8 * kBlock));
+  }
+
+ private:
+  static constexpr int kBlockSize = kBlock * kBlock;
+  static __device__ __forceinline__ int at(uint32 thread, int block, int half) {
+    return block * kBlockSize + Lower<In>::place(thread % kWarp / 4, half) + thread % 4 * 2;
+  }
+  const int at_[2];
+};
+template <typename In> class Pairs<Swizzled<In>> {
+ public:
+  __device__ __forceinline__ Pairs(uint32 thread, int row, int first)
+      : at_((row * kBlock + thread % kWarp / 4) * kChunk + thread % 4 * 2), piece_(2 * first ^ thread % kWarp / 4) {}
+  __device__ __forceinline__ uint32& in(Swizzled<In>& square, int down, int n, int half) const {
+    const int rows = down * kBlock + half * 8;
+    return *reinterpret_cast<uint32*>(&square.rows[0][0] + at_ + rows * kChunk + (piece_ ^ n) * 8);
+  }
+
+ private:
+  const int at_, piece_;
+};
+
+// Half a row of a block on the diagonal.
+template <typename In> __device__ __forceinline__ uint4& piece_of(Lower<In>& x, int block, int row, int half) {
+  return *reinterpret_cast<uint4*>(&x.blocks[Lower<In>::block(block, block)][0][Lower<In>::place(row, half)]);
+}
+template <typename In> __device__ __forceinline__ uint4& piece_of(Swizzled<In>& x, int block, int row, int half) {
+  return *reinterpret_cast<uint4*>(&x.rows[block * kBlock + row][(2 * block + half ^ row % 8) * 8]);
+}
+
+// Two numbers as the sum of two pairs.
+struct Split {
+  uint32 high, low;
+  __device__ __forceinline__ Split(float x, float y)
+      : high(to_pair<bf16>(x, y)), low(to_pair<bf16>(x - ::low<bf16>(high), y - ::high<bf16>(high))) {}
+};
+
+// Stores a pair where `pairs` has it.
+__device__ __forceinline__ void put_pair(
+    Parts<true>& to, const Pairs<Lower<bf16>>& pairs, int n, int half, float x, float y) {
+  const Split parts(x, y);
+  pairs.in(to.high, 0, n, half) = parts.high, pairs.in(to.low, 0, n, half) = parts.low;
+}
+__device__ __forceinline__ void put_pair(
+    Parts<false>& to, const Pairs<Lower<bf16>>& pairs, int n, int half, float x, float y) {
+  pairs.in(to.whole, 0, n, half) = to_pair<f16>(x, y);
+}
+
+// A row of a block on the diagonal, which lanes t and t + 16 have.
+__device__ __forceinline__ void put_row(Parts<true>& to, const float (&x)[kBlock], int block, uint32 thread) {
+  const bool upper = thread % kWarp < kBlock;
+  uint32 parts[kBlock / 2];
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {
+    const Split split(x[2 * i], x[2 * i + 1]);
+    parts[i] = upper ? split.high : split.low;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    piece_of(upper ? to.high : to.low, block, thread % kBlock, half) = {
+        parts[4 * half], parts[4 * half + 1], parts[4 * half + 2], parts[4 * half + 3]};
+  }
+}
+__device__ __forceinline__ void put_row(Parts<false>& to, const float (&x)[kBlock], int block, uint32 thread) {
+  if (thread % kWarp >= kBlock) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* const y = &x[8 * half];
+    piece_of(to.whole, block, thread % kBlock, half) = {
+        to_pair<f16>(y[0], y[1]), to_pair<f16>(y[2], y[3]), to_pair<f16>(y[4], y[5]), to_pair<f16>(y[6], y[7])};
+  }
+}
+
+// The warp inverts 1 + its block on the diagonal; lanes t and t + 16 have row t: x (1 + block) = 1.
+template <bool kExact, class Matrix>
+__device__ __forceinline__ void invert_block(
+    const OfTokens& s, Inverting<kExact>& made, Matrix& to_solve, int block, uint32 thread) {
+  using In = ElementOf<Matrix>;
+  const int row = thread % kBlock;
+  float x[kBlock];
+#pragma unroll
+  for (int from = kBlock - 1; from >= 0; --from) {
+    float sums[2] = {row == from ? 1.0f : 0.0f, 0.0f};
+#pragma unroll
+    for (int t = kBlock - 4; t >= (from + 1) / 4 * 4; t -= 4) {  // the newest x last, as it is waited for
+      const float4 a = *reinterpret_cast<const float4*>(&made.diagonal[block][from][t]);
+      const float factors[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+      for (int i = 3; i >= 0; --i) {
+        if (t + i > from) sums[i % 2] = fmaf(-factors[i], x[t + i], sums[i % 2]);
+      }
+    }
+    x[from] = sums[0] + sums[1];
+  }
+  put_row(made.lower, x, block, thread);
+  if (thread % kWarp < kBlock) return;
+#pragma unroll
+  for (int i = 0; i < kBlock; i += 8) {
+    const float4 first = *reinterpret_cast<const float4*>(&s.beta[kBlock * block + i]);
+    const float4 second = *reinterpret_cast<const float4*>(&s.beta[kBlock * block + i + 4]);
+    piece_of(to_solve, block, row, i / 8) = {
+        to_pair<In>(x[i] * first.x, x[i + 1] * first.y), to_pair<In>(x[i + 2] * first.z, x[i + 3] * first.w),
+        to_pair<In>(x[i + 4] * second.x, x[i + 5] * second.y), to_pair<In>(x[i + 6] * second.z, x[i + 7] * second.w)};
+  }
+}
+
+// A 16 x 16 matrix as a left operand, in as many parts.
+template <bool kExact> struct LeftParts {
+  uint4 high, low;
+  LeftParts() = default;
+  __device__ __forceinline__ explicit LeftParts(const float (&x)[2][4]) {
+    const Split a(x[0][0], x[0][1]), b(x[0][2], x[0][3]), c(x[1][0], x[1][1]), d(x[1][2], x[1][3]);
+    high = {a.high, b.high, c.high, d.high}, low = {a.low, b.low, c.low, d.low};
+  }
+  // A block of `lower`, transposed. lane: its bytes to where it loads in a block.
+  __device__ __forceinline__ LeftParts(const Parts<true>& lower, int block, uint32 lane)
+      : high(ptx::load_matrices_transposed(ptx::shared_address(lower.high.blocks[block]) + lane)),
+        low(ptx::load_matrices_transposed(ptx::shared_address(lower.low.blocks[block]) + lane)) {}
+};
+template <> struct LeftParts<false> {
+  uint4 whole;
+  LeftParts() = default;
+  __device__ __forceinline__ explicit LeftParts(const float (&x)[2][4])
+      : whole{to_pair<f16>(x[0][0], x[0][1]), to_pair<f16>(x[0][2], x[0][3]), to_pair<f16>(x[1][0], x[1][1]),
+              to_pair<f16>(x[1][2], x[1][3])} {}
+  __device__ __forceinline__ LeftParts(const Parts<false>& lower, int block, uint32 lane)
+      : whole(ptx::load_matrices_transposed(ptx::shared_address(lower.whole.blocks[block]) + lane)) {}
+};
+
+// The sum of products of 16 x 16 matrices, of each of their parts apart, so that fewer products wait for another.
+template <bool kExact> struct Sums {
+  float parts[3][2][4] = {};
+
+  // Adds left times a block of `lower`, transposed. lane: its bytes to where it loads in a block.
+  __device__ __forceinline__ void add(const LeftParts<true>& left, const Parts<true>& lower, int block, uint32 lane) {
+    const uint4 high = ptx::load_matrices(ptx::shared_address(lower.high.blocks[block]) + lane);
+    const uint4 low  = ptx::load_matrices(ptx::shared_address(lower.low.blocks[block]) + lane);
+    multiply<bf16>(parts[0][0], parts[0][1], left.low, high);
+    multiply<bf16>(parts[1][0], parts[1][1], left.high, low);
+    multiply<bf16>(parts[2][0], parts[2][1], left.high, high);
+  }
+  __device__ __forceinline__ float operator()(int n, int i) const {
+    return (parts[0][n][i] + parts[1][n][i]) + parts[2][n][i];
+  }
+};
+template <> struct Sums<false> {
+  float whole[2][4] = {};
+
+  __device__ __forceinline__ void add(const LeftParts<false>& left, const Parts<false>& lower, int block, uint32 lane) {
+    multiply<f16>(whole[0], whole[1], left.whole,
+                  ptx::load_matrices(ptx::shared_address(lower.whole.blocks[block]) + lane));
+  }
+  __device__ __forceinline__ float operator()(int n, int i) const { return whole[n][i]; }
+};
+
+// The warp's block of columns of the inverse X, below the diagonal, from the blocks A of the matrix:
+//   X_ij = -X_ii sum of A_ik X_kj over j <= k < i
+// All are transposed here, so that sums turn into left operands in registers.
+// barriers: wait(i) waits for block i on the diagonal, and those before it in its row.
+template <bool kExact, class Matrix, class Barriers>
+__device__ __forceinline__ void put_columns(
+    const OfTokens& s, Inverting<kExact>& made, Matrix& to_solve, int j, uint32 thread, Barriers barriers) {
+  if (j == kBlocks - 1) return;
+  using In  = ElementOf<Matrix>;
+  using Low = Lower<bf16>;
+  const int    g = thread % kWarp / 4, own = Low::block(j, j);
+  const uint32 lane = Low::place(right_row(thread), right_half(thread)) * 2;
+  const float  beta[2] = {s.beta[kBlock * j + g], s.beta[kBlock * j + g + 8]};
+  const Pairs<Matrix> pairs(thread, 0, j);
+  LeftParts<kExact> x[kBlocks - 1];  // X_kj
+#pragma unroll
+  for (int k = 0; k < kBlocks - 1; ++k) {
+    if (k == j) x[k] = LeftParts<kExact>(made.lower, own, lane);
+  }
+#pragma unroll
+  for (int i = 1; i < kBlocks; ++i) {
+    if (i <= j) continue;
+    barriers.wait(i);
+    Sums<kExact> sums, products;
+    float        result[2][4];
+#pragma unroll
+    for (int k = 0; k < i; ++k) {
+      if (k >= j) sums.add(x[k], made.lower, Low::block(i, k), lane);
+    }
+#pragma unroll
+    for (int at = 0; at < 8; ++at) result[at / 4][at % 4] = sums(at / 4, at % 4);
+    products.add(LeftParts<kExact>(result), made.lower, Low::block(i, i), lane);
+#pragma unroll
+    for (int at = 0; at < 8; ++at) result[at / 4][at % 4] = -products(at / 4, at % 4);
+    if (i < kBlocks - 1) x[i] = LeftParts<kExact>(result);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float* const pair = &result[n / 2][n % 2 * 2];
+      pairs.in(to_solve, i, n % 2, n / 2) =
+          ptx::transpose(to_pair<In>(pair[0] * beta[n % 2], pair[1] * beta[n % 2]));
+    }
+  }
+}
 // ---- partials/mbarrier -----------------------------------------------------
 // A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
 // copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
@@ -592,9 +761,25 @@ __device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
 // d += a b of 64 x 16 by 16 x 8 N. The rows of b's matrix are columns of the product, and 16 of its columns are taken;
 // or with kDepth they are its depth, and 16 of them are. With g = lane / 4 and c = lane % 4, warp w of a warpgroup has
 // in a rows 16 w + g and + 8 of columns 2 c and the next, then of columns 2 c + 8 and the next; and in d[n][i] row
-// 16 w + g + i / 2 * 8, column 8 n + 2 c + i % 2. Neither may be accessed before a wait.
-template <typename In, bool kDepth, int N> __device__ void wgmma(float (&d)[N][4], uint4 a, uint64 b);
-template <> __device__ __forceinline__ void wgmma<bf16, 0, 8>(
+// 16 w + g + i / 2 * 8, column 8 n + 2 c + i % 2. Neither may be accessed before a wait. Without kAdd d = a b.
+template <typename In, bool kDepth, bool kAdd, int N> __device__ void wgmma(float (&d)[N][4], uint4 a, uint64 b);
+template <> __device__ __forceinline__ void wgmma<bf16, 0, 0, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 0, 1, 1, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<bf16, 0, 1, 8>(
     float (&d)[8][4], uint4 a, uint64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -610,7 +795,7 @@ template <> __device__ __forceinline__ void wgmma<bf16, 0, 8>(
                , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-template <> __device__ __forceinline__ void wgmma<bf16, 1, 8>(
+template <> __device__ __forceinline__ void wgmma<bf16, 1, 1, 8>(
     float (&d)[8][4], uint4 a, uint64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -626,7 +811,7 @@ template <> __device__ __forceinline__ void wgmma<bf16, 1, 8>(
                , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-template <> __device__ __forceinline__ void wgmma<bf16, 1, 16>(
+template <> __device__ __forceinline__ void wgmma<bf16, 1, 1, 16>(
     float (&d)[16][4], uint4 a, uint64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -652,7 +837,23 @@ template <> __device__ __forceinline__ void wgmma<bf16, 1, 16>(
                , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-template <> __device__ __forceinline__ void wgmma<f16, 0, 8>(
+template <> __device__ __forceinline__ void wgmma<f16, 0, 0, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 0, 1, 1, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 0, 1, 8>(
     float (&d)[8][4], uint4 a, uint64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -668,7 +869,7 @@ template <> __device__ __forceinline__ void wgmma<f16, 0, 8>(
                , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-template <> __device__ __forceinline__ void wgmma<f16, 1, 8>(
+template <> __device__ __forceinline__ void wgmma<f16, 1, 1, 8>(
     float (&d)[8][4], uint4 a, uint64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -684,7 +885,7 @@ template <> __device__ __forceinline__ void wgmma<f16, 1, 8>(
                , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-template <> __device__ __forceinline__ void wgmma<f16, 1, 16>(
+template <> __device__ __forceinline__ void wgmma<f16, 1, 1, 16>(
     float (&d)[16][4], uint4 a, uint64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -710,6 +911,68 @@ template <> __device__ __forceinline__ void wgmma<f16, 1, 16>(
                , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
+// The same with a in shared memory, 16 columns of 64 rows, and 64 rows of b.
+template <typename In, bool kAdd> __device__ void wgmma_shared(float (&d)[8][4], uint64 a, uint64 b);
+template <> __device__ __forceinline__ void wgmma_shared<bf16, 0>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 0, 1, 1, 0, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "l"(a), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma_shared<bf16, 1>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 1, 1, 1, 0, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "l"(a), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma_shared<f16, 0>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 0, 1, 1, 0, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "l"(a), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma_shared<f16, 1>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 1, 1, 1, 0, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "l"(a), "l"(b));
+}
 // Arrives at a barrier once this thread's copies are complete.
 __device__ __forceinline__ void copy_async_arrive(Barrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
@@ -721,15 +984,417 @@ template <int kAllowed, int N> __device__ __forceinline__ void wgmma_wait_for(fl
   for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 }  // namespace ptx
+// ---- partials/ring ---------------------------------------------------------
+// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
+// ---- gdn/prefill_make ------------------------------------------------------
+// What a chunk needs that does not depend on the state, by a warpgroup. Products of keys with keys and queries run on
+// the tensor cores, exact up to float32 sums. A warp has the tokens of a block of rows where products are made, and a
+// block of columns where the inverse is. Operands: scale and l2norm.
+constexpr int   kMakers  = 2 * kChunk;  // threads
+constexpr float kNormEps = 1e-6f;
+static_assert(kMakers == kBlocks * kWarp, "a block of tokens for each warp");
+
+__device__ __forceinline__ int maker() { return threadIdx.x % kMakers; }
+
+// The gates of a token that a thread has, 1 and 0 beyond the last one.
+struct Gates {
+  float decay = 1.0f, beta = 0.0f;
+
+  // p: g and beta, where token `first` is the chunk's first one of `tokens`.
+  template <class Operands>
+  __device__ __forceinline__ Gates(const Operands& p, int64 first, int tokens, int head) {
+    if (maker() >= tokens) return;
+    const int64 at = (first + maker()) * p.heads + head;
+    if (p.g != nullptr) decay = ptx::ld_f32(p.g + at);
+    beta = p.beta != nullptr ? ptx::ld_f32(p.beta + at) : 1.0f;
+  }
+  __device__ __forceinline__ void put(OfTokens& s) const {
+    if (maker() >= kChunk) return;
+    s.decay[maker()] = decay, s.beta[maker()] = beta;
+  }
+};
+
+// Thread s multiplies the decays of the tokens after s in its block; the warp's tokens are whole blocks.
+__device__ __forceinline__ void put_spans(OfTokens& s, uint32 thread) {
+  if (int(thread) >= kChunk) return;
+  const int from = int(thread) % kBlock, block = int(thread) / kBlock;
+  float span = 0.0f;
+#pragma unroll
+  for (int t = 0; t < kBlock; t += 4) {
+    const float4 d = *reinterpret_cast<const float4*>(&s.decay[block * kBlock + t]);
+    const float decays[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      span *= decays[i];
+      span = t + i < from ? 0.0f : t + i == from ? 1.0f : span;
+      s.spans[block][t + i][from] = span;
+    }
+  }
+  s.until_end[int(thread)] = span;
+  __syncwarp();
+  s.since_first[int(thread)] = s.spans[block][from][0] * s.decay[block * kBlock];
+}
+// The decay of blocks [first, end).
+__device__ __forceinline__ float decay_of_blocks(const OfTokens& s, int first, int end) {
+  float x = 1.0f;
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) x *= first <= i && i < end ? s.since_first[i * kBlock + kBlock - 1] : 1.0f;
+  return x;
+}
+
+// The block of rows, or of columns, that a warp has. It differs from CTA to CTA, as the work of the blocks does, and a
+// warp's place tells which of the SM's schedulers it has.
+__device__ __forceinline__ int block_of_warp(uint32 thread) {
+  return __shfl_sync(~0u, (int(thread) / kWarp + blockIdx.x) % kBlocks, 0);
+}
+
+// [n][i]: tokens t = 16 block + g + i / 2 * 8 and s = 8 n + 2 c + i % 2, with g = lane / 4, c = lane % 4.
+using Products = float[kChunk / 8][4];
+
+// The block's squared lengths are on the diagonals of products with itself.
+template <class Operands>
+__device__ __forceinline__ void put_norms(
+    const Operands& p, int block, const float (&alone)[2][4], float* norms, uint32 thread) {
+  const int g = thread % kWarp / 4;
+  if (thread % 4 != g / 2) return;
+  float* const to = norms + kBlock * block + g;
+  to[0] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[0][1] : alone[0][0]) + kNormEps) : 1.0f;
+  to[8] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[1][3] : alone[1][2]) + kNormEps) : 1.0f;
+}
+
+// Starts the products of all rows, keys or queries, with all keys, where warp w has block w.
+template <class In, int kWide>
+__device__ __forceinline__ void start_products(
+    Products& products, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide]) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kWide * kBlocks; ++k) {
+    const uint64 left  = ptx::wgmma_matrix(ptx::shared_address(&rows[k / kBlocks]), sizeof(rows[0])) + k % kBlocks * 2;
+    const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[k / kBlocks]), sizeof(keys[0])) + k % kBlocks * 2;
+    if (k == 0) ptx::wgmma_shared<In, false>(products, left, right);
+    else ptx::wgmma_shared<In, true>(products, left, right);
+  }
+  ptx::wgmma_commit();
+}
+
+// The products of the block's rows, keys or queries, with themselves, and, with kAll, those with the keys of all tokens
+// up to them; puts the rows' norms.
+template <bool kHasWgmma, bool kAll, class In, int kWide, class Operands>
+__device__ __forceinline__ void multiply_rows(
+    const Operands& p, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide], int block, Products& products,
+    float* norms, uint32 thread) {
+  constexpr int kSteps = kBlocks;  // of 16 columns, in a Swizzled
+  float alone[2][4] = {};
+#pragma unroll
+  for (int wide = 0; wide < kWide; ++wide) {
+    uint4 x[kSteps];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      x[k] = ptx::load_matrices(rows[wide].at(kBlock * block + left_row(thread), 16 * k + left_half(thread) * 8));
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
+    if constexpr (kAll && kHasWgmma) {
+      const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[wide]), sizeof(keys[wide]));
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) ptx::wgmma<In, false, true>(products, x[k], right + 2 * k);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait_for<0>(products);
+    } else if constexpr (kAll) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        if (j > block) continue;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint32 right = keys[wide].at(kBlock * j + right_row(thread), 16 * k + right_half(thread) * 8);
+          multiply<In>(products[2 * j], products[2 * j + 1], x[k], ptx::load_matrices(right));
+        }
+      }
+    }
+  }
+  put_norms(p, block, alone, norms, thread);
+}
+
+// What products of rows of the warp's block with keys 8 n + 2 c and the next are multiplied with for the keys. All is
+// loaded before it is used, so that nothing waits for a single load.
+struct KeyFactors {
+  float2 of[kChunk / 8];  // norms, and the decay from there to the block
+  float2 own[2][2];       // [n % 2][half] in the block: norms, and the decay from there to the row
+
+  __device__ __forceinline__ KeyFactors(const OfTokens& s, int block, uint32 thread) {
+    const int g = thread % kWarp / 4, c = thread % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int    at   = i / 2 * 8 + 2 * c;
+      const float2 span = *reinterpret_cast<const float2*>(&s.spans[block][g + i % 2 * 8][at]);
+      const float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[block * kBlock + at]);
+      own[i / 2][i % 2] = {span.x * norm.x, span.y * norm.y};
+    }
+    float decay = 1.0f;  // of the blocks between
+#pragma unroll
+    for (int n = kChunk / 8 - 1; n >= 0; --n) {
+      const float2 norm  = *reinterpret_cast<const float2*>(&s.key_norm[8 * n + 2 * c]);
+      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[8 * n + 2 * c]);
+      of[n] = {norm.x * (decay * until.x), norm.y * (decay * until.y)};
+      if (n % 2 == 0) decay *= n / 2 < block ? s.since_first[n / 2 * kBlock + kBlock - 1] : 1.0f;
+    }
+  }
+};
+
+// Calls own(n, half) for a thread's pairs in the block on the diagonal, other(n, half) for those in blocks before it.
+template <class Own, class Other> __device__ __forceinline__ void each_pair_of(int block, Own own, Other other) {
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    if (j > block) continue;
+    if (j == block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own(2 * j + i / 2, i % 2);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) other(2 * j + i / 2, i % 2);
+    }
+  }
+}
+
+// Multiplies products of keys by their factors and stores them, in `lower` and `diagonal`.
+template <bool kExact>
+__device__ __forceinline__ void put_keys(
+    const OfTokens& s, Inverting<kExact>& inverting, int block, const Products& of_keys, uint32 thread) {
+  const int g = thread % kWarp / 4, c = thread % 4;
+  const KeyFactors factors(s, block, thread);
+  const Pairs<Lower<bf16>> pairs(thread, block, 0);
+  float own[2], other[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int t = kBlock * block + g + 8 * half;
+    own[half] = s.beta[t] * s.key_norm[t], other[half] = own[half] * s.since_first[t];
+  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const x = &of_keys[n][2 * half];
+    inverting.diagonal[block][at][t]     = at < t ? x[0] * (own[half] * factor.x) : 0.0f;
+    inverting.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (own[half] * factor.y) : 0.0f;
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const x = &of_keys[n][2 * half];
+    put_pair(inverting.lower, pairs, n, half, x[0] * (other[half] * factor.x), x[1] * (other[half] * factor.y));
+  });
+}
+
+// The same of queries, as `attend`.
+template <class Matrix>
+__device__ __forceinline__ void put_queries(
+    const OfTokens& s, float scale, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
+  using In = ElementOf<Matrix>;
+  const int g = thread % kWarp / 4, c = thread % 4;
+  const KeyFactors factors(s, block, thread);
+  const Pairs<Matrix> pairs(thread, block, 0);
+  float own[2], other[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int t = kBlock * block + g + 8 * half;
+    own[half] = scale * s.query_norm[t], other[half] = own[half] * s.since_first[t];
+  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) =
+        to_pair<In>(at <= t ? y[0] * (own[half] * factor.x) : 0.0f, at < t ? y[1] * (own[half] * factor.y) : 0.0f);
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) = to_pair<In>(y[0] * (other[half] * factor.x), y[1] * (other[half] * factor.y));
+  });
+}
+
+template <class Operands>
+__device__ __forceinline__ void put_factors(const Operands& p, const OfTokens& s, ChunkFactors& to, uint32 thread) {
+  const int t = int(thread);
+  if (t >= kChunk) return;
+  const float since_first = s.since_first[t] * decay_of_blocks(s, 0, t / kBlock);
+  const float until_end   = s.until_end[t] * decay_of_blocks(s, t / kBlock + 1, kBlocks);
+  to.state[t] = since_first * s.key_norm[t];
+  to.end[t]   = until_end * s.key_norm[t];
+  to.query[t] = since_first * s.query_norm[t] * p.scale;
+  if (t == kChunk - 1) *reinterpret_cast<float4*>(to.decay) = {since_first, 0.0f, 0.0f, 0.0f};
+}
+
+// Makes a chunk's products and factors from its keys, queries and gates, which are there. kOver: `inverting` and `made`
+// are where the keys and queries are, and a CTA is one of several of an SM. Barriers: of the warpgroup, and of blocks.
+template <bool kHasWgmma, bool kOver, bool kExact, class In, int kWide, class Operands, class Made, class Barriers>
+__device__ __forceinline__ void make(
+    const Operands& p, Swizzled<In> (&keys)[kWide], Swizzled<In> (&queries)[kWide], OfTokens& s,
+    Inverting<kExact>& inverting, Made& made, Barriers barriers) {
+  const uint32 thread = ptx::thread_index() % kMakers;
+  const int    block  = kOver ? block_of_warp(thread) : __shfl_sync(~0u, thread / kWarp, 0);
+  Products of_keys, of_queries;
+  if constexpr (kOver) {
+    put_spans(s, thread);
+    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_keys)) x = 0.0f;
+    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_queries)) x = 0.0f;
+    multiply_rows<kHasWgmma, true>(p, keys, keys, block, of_keys, s.key_norm, thread);
+    multiply_rows<kHasWgmma, true>(p, queries, keys, block, of_queries, s.query_norm, thread);
+  } else {
+    start_products(of_keys, keys, keys);
+    put_spans(s, thread);
+    multiply_rows<kHasWgmma, false>(p, queries, keys, block, of_queries, s.query_norm, thread);
+    ptx::wgmma_wait_for<0>(of_keys);
+    float alone[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n / 2 == block) alone[n % 2][i] = of_keys[n][i];
+      }
+    }
+    put_norms(p, block, alone, s.key_norm, thread);
+  }
+  barriers.sync();  // spans and norms are there, and nobody reads any more what is overwritten
+  put_keys(s, inverting, block, of_keys, thread);
+  if constexpr (!kOver) start_products(of_queries, queries, keys);
+  __syncwarp();
+  invert_block(s, inverting, made.solve, block, thread);
+  barriers.done(block);
+  put_factors(p, s, made.factors, thread);
+  if constexpr (!kOver) ptx::wgmma_wait_for<0>(of_queries);
+  put_queries(s, p.scale, made.attend, block, of_queries, thread);  // the less, the more columns follow
+  put_columns(s, inverting, made.solve, block, thread, barriers);
+}
+
+// Named barriers, from kFirst on: of all makers, and of each block that warps before it need for their columns.
+template <int kFirst> struct MakerBarriers {
+  __device__ __forceinline__ void sync() const { ptx::barrier_sync(kFirst, kMakers); }
+  // The warp has inverted its block.
+  __device__ __forceinline__ void done(int block) const {
+    __syncwarp();
+    if (block > 0) ptx::barrier_arrive(kFirst + block, (block + 1) * kWarp);
+  }
+  // Waits for a block behind the warp's own.
+  __device__ __forceinline__ void wait(int block) const { ptx::barrier_sync(kFirst + block, (block + 1) * kWarp); }
+};
+
+// What the makers of a kernel that makes chunk after chunk share.
+template <bool kIs> struct Making {
+  OfTokens         of_tokens;
+  Inverting<false> inverting;
+};
+template <> struct Making<false> {};
+
+// The warpgroup that makes a stage's products and factors, between the producer and consumers. Config: as the
+// producer's, and kMakerBarrier.
+template <class Config>
+__device__ __forceinline__ void make_chunks(
+    const typename Config::Operands& p, const typename Config::Item& item, typename Config::Shared& shared) {
+  auto& making = shared.making;
+  const MakerBarriers<Config::kMakerBarrier> barriers;
+  const auto gates = [&](int chunk) { return Gates(p, item.first_of(chunk), item.tokens_of(chunk), item.head); };
+  const int chunks = __shfl_sync(~0u, item.chunks(), 0);  // the same in all lanes, as the compiler now sees
+  Ring<Config::kStages> ring;
+  Gates next = gates(0);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    next.put(making.of_tokens);
+    next = gates(chunk + 1);
+    __syncwarp();
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    ptx::fence_proxy_async();
+    auto& stage = shared.stages[ring.slot];
+    make<true, false>(p, stage.keys, stage.queries, making.of_tokens, making.inverting, stage, barriers);
+    ptx::fence_proxy_async();
+    barriers.sync();
+    if (maker() == 0) ptx::mbarrier_arrive(&shared.made[ring.slot]);
+    ring.advance();
+  }
+}
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- gdn/prefill_source ----------------------------------------------------
+// Where one of kThreads threads copies from, when together they copy kCount elements of each of kRows rows, and then of
+// the next kRows rows: 16 bytes of every kStep-th row.
+template <typename In, int kRows, int kCount, int kThreads> class Source {
+ public:
+  // `from`: the first row; rows are `stride` elements apart.
+  __device__ __forceinline__ Source(const In* from, int64 stride, int thread)
+      : thread_(thread), row_(from + thread / kPieces * stride + thread % kPieces * 8), step_(kStep * stride) {}
+
+  // Starts the copies of the next rows, of which `rows` exist; the others are zero. to(row, column): the place of 16
+  // bytes in shared memory.
+  template <typename F> __device__ __forceinline__ void copy(int rows, F to) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep, row_ += step_) {
+      const int row = i + thread_ / kPieces;
+      ptx::copy_async_or_zero(to(row, thread_ % kPieces * 8), row_, row < rows ? 16 : 0);
+    }
+  }
+  template <int kStride> __device__ __forceinline__ void copy(In (&to)[kRows][kStride], int rows) {
+    copy(rows, [&](int row, int column) { return ptx::shared_address(&to[row][column]); });
+  }
+
+ private:
+  static constexpr int kPieces = kCount / 8, kStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && kRows % kStep == 0, "whole rows");
+
+  const int   thread_;
+  const In*   row_;
+  const int64 step_;
+};
+
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
 constexpr int kHeadDim = 128;  // K
 constexpr int kThreads = 128;
 
-constexpr bool  kHasWgmma = true;
-constexpr int   kSpanRow  = kBlock + 4;
-constexpr float kNormEps  = 1e-6f;
-static_assert(kThreads == kBlocks * kWarp && kThreads == 2 * kChunk, "a block of tokens for each warp");
+constexpr bool kHasWgmma = true;
+static_assert(kThreads == kMakers, "a chunk of a CTA");
 
 struct Operands {
   const In* q;
@@ -753,22 +1418,13 @@ struct Operands {
 // ---- shared memory ---------------------------------------------------------
 using Wide = Swizzled<In>[kHeadDim / kChunk];  // rows of kHeadDim elements, in blocks of columns
 struct Rows { Wide keys, queries; };
-// Numbers of a lower part, as sums of two.
-struct Parts {
-  Lower<bf16> high, low;
-};
-struct alignas(16) Made {
+struct Made {
   ChunkProducts<In> products;
-  // Below the diagonal blocks, beta_t E_ts k_s k_t; in them, the inverse of 1 + their part of that.
-  Parts lower;
-  float diagonal[kBlocks][kBlock][kSpanRow];  // [t / kBlock][s % kBlock][t % kBlock] of that, 0 where s >= t
+  Inverting<true>   inverting;
 };
 struct Shared {
   union { Rows rows; Made made; };  // what is made overwrites the rows
-  float spans[kBlocks][kBlock][kSpanRow];  // [t / kBlock][t % kBlock][s % kBlock]: E_ts in a block; 0 where s > t
-  float decay[kChunk], beta[kChunk];           // 1 and 0 beyond the last token
-  float key_norm[kChunk], query_norm[kChunk];  // 1 / length; without normalisation 1
-  float since_first[kChunk], until_end[kChunk];  // D_t and E_tT, as if t's block were all
+  OfTokens of_tokens;
 };
 static_assert(sizeof(Shared) == 39936, "the launch counts on it");
 
@@ -797,290 +1453,17 @@ __device__ __forceinline__ void load(const Operands& p, const Chunk& chunk, int 
   const In* queries = p.q + chunk.first * p.q_stride + head / p.q_ratio * kHeadDim;
   Rows(keys, p.k_stride, threadIdx.x).copy(chunk.tokens, in(s.rows.keys));
   Rows(queries, p.q_stride, threadIdx.x).copy(chunk.tokens, in(s.rows.queries));
-  if (threadIdx.x < kChunk) {
-    const int   t  = threadIdx.x;
-    const bool  is = t < chunk.tokens;
-    const int64 at = (chunk.first + t) * p.heads + head;
-    s.decay[t] = is && p.g != nullptr ? ptx::ld_f32(p.g + at) : 1.0f;
-    s.beta[t]  = !is ? 0.0f : p.beta != nullptr ? ptx::ld_f32(p.beta + at) : 1.0f;
-  }
+  Gates(p, chunk.first, chunk.tokens, head).put(s.of_tokens);
   ptx::copy_async_wait();
   if constexpr (kHasWgmma) ptx::fence_proxy_async();
 }
 
-// Thread s multiplies the decays of the tokens after s in its block; the warp's tokens are whole blocks.
-__device__ __forceinline__ void put_spans(Shared& s) {
-  if (threadIdx.x >= kChunk) return;
-  const int from = threadIdx.x % kBlock, block = threadIdx.x / kBlock;
-  float span = 0.0f;
-#pragma unroll
-  for (int t = 0; t < kBlock; t += 4) {
-    const float4 d = *reinterpret_cast<const float4*>(&s.decay[block * kBlock + t]);
-    const float decays[4] = {d.x, d.y, d.z, d.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      span *= decays[i];
-      span = t + i < from ? 0.0f : t + i == from ? 1.0f : span;
-      s.spans[block][t + i][from] = span;
-    }
-  }
-  s.until_end[threadIdx.x] = span;
-  __syncwarp();
-  s.since_first[threadIdx.x] = s.spans[block][from][0] * s.decay[block * kBlock];
-}
-// The decay of blocks [first, end).
-__device__ __forceinline__ float decay_of_blocks(const Shared& s, int first, int end) {
-  float x = 1.0f;
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) x *= first <= i && i < end ? s.since_first[i * kBlock + kBlock - 1] : 1.0f;
-  return x;
-}
-
-// The block of rows, or of columns, that a warp has. It differs from CTA to CTA, as the work of the blocks does, and a
-// warp's place tells which of the SM's schedulers it has.
-__device__ __forceinline__ int block_of_warp() {
-  return __shfl_sync(~0u, (threadIdx.x / kWarp + blockIdx.x) % kBlocks, 0);
-}
-
-// [n][i]: tokens t = 16 block + g + i / 2 * 8 and s = 8 n + 2 c + i % 2, with g = lane / 4, c = lane % 4.
-using Products = float[kChunk / 8][4];
-
-// The block's squared lengths are on the diagonals of products with itself.
-__device__ __forceinline__ void put_norms(const Operands& p, int block, const float (&alone)[2][4], float* norms) {
-  const int g = threadIdx.x % kWarp / 4;
-  if (threadIdx.x % 4 != g / 2) return;
-  float* const to = norms + kBlock * block + g;
-  to[0] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[0][1] : alone[0][0]) + kNormEps) : 1.0f;
-  to[8] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[1][3] : alone[1][2]) + kNormEps) : 1.0f;
-}
-
-// The products of the block's rows, keys or queries, with the keys of all tokens up to it; puts the rows' norms.
-__device__ __forceinline__ void multiply_rows(
-    const Operands& p, Wide& rows, Wide& keys, int block, Products& products, float* norms) {
-  constexpr int kSteps = kBlocks;  // of 16 columns, in a Swizzled
-  float alone[2][4] = {};
-#pragma unroll
-  for (int wide = 0; wide < kHeadDim / kChunk; ++wide) {
-    uint4 x[kSteps];
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      x[k] = ptx::load_matrices(rows[wide].at(kBlock * block + left_row(), 16 * k + left_half() * 8));
-    }
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
-    if constexpr (kHasWgmma) {
-      const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[wide]), sizeof(keys[wide]));
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) ptx::wgmma<In, false>(products, x[k], right + 2 * k);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait_for<0>(products);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        if (j > block) continue;
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          const uint32 right = keys[wide].at(kBlock * j + right_row(), 16 * k + right_half() * 8);
-          multiply<In>(products[2 * j], products[2 * j + 1], x[k], ptx::load_matrices(right));
-        }
-      }
-    }
-  }
-  put_norms(p, block, alone, norms);
-}
-
-// A thread's pairs in a lower part: those at columns 8 n + 2 c of rows g and g + 8 of a block of rows.
-template <typename In> class Pairs {
- public:
-  // From block `first` of the row of blocks `row` on.
-  __device__ __forceinline__ Pairs(int row, int first)
-      : at_{Lower<In>::block(row, first) * kBlockSize + Lower<In>::place(g(), 0) + column(),
-            Lower<In>::block(row, first) * kBlockSize + Lower<In>::place(g(), 1) + column()} {}
-  // `blocks` further on
-  template <typename T> __device__ __forceinline__ uint32& in(Lower<T>& lower, int blocks, int n, int half) const {
-    return *reinterpret_cast<uint32*>(
-        &lower.blocks[0][0][0] + at_[n % 2] + (blocks + n / 2) * kBlockSize + half * (8 * kBlock));
-  }
-
- private:
-  static constexpr int kBlockSize = kBlock * kBlock;
-  static __device__ __forceinline__ int g() { return threadIdx.x % kWarp / 4; }
-  static __device__ __forceinline__ int column() { return threadIdx.x % 4 * 2; }
-  const int at_[2];
+// All warps wait for all blocks.
+struct Barriers {
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  __device__ __forceinline__ void done(int) const { __syncthreads(); }
+  __device__ __forceinline__ void wait(int) const {}
 };
-
-// Two numbers as the sum of two pairs.
-struct Split {
-  uint32 high, low;
-  __device__ __forceinline__ Split(float x, float y)
-      : high(to_pair<bf16>(x, y)), low(to_pair<bf16>(x - ::low<bf16>(high), y - ::high<bf16>(high))) {}
-};
-
-// Multiplies the products by their factors and stores them: those of keys in `lower` and `diagonal`, those of queries
-// as `attend`.
-__device__ __forceinline__ void put_products(
-    const Operands& p, Shared& s, int block, const Products& of_keys, const Products& of_queries) {
-  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
-  float since[2], key[2], query[2], between[kBlocks];  // the decay of the blocks between
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int t = kBlock * block + g + 8 * half;
-    since[half] = s.since_first[t], key[half] = s.beta[t] * s.key_norm[t], query[half] = p.scale * s.query_norm[t];
-  }
-  float decay = 1.0f;
-#pragma unroll
-  for (int j = kBlocks - 1; j >= 0; --j) {
-    between[j] = decay;
-    decay *= j < block ? s.since_first[j * kBlock + kBlock - 1] : 1.0f;
-  }
-  const Pairs<In> pairs(block, 0);
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    if (n / 2 > block) continue;
-    const bool own  = n / 2 == block;
-    const int  from = 8 * n + 2 * c;
-    float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[from]);
-    if (!own) {
-      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[from]);
-      norm.x *= between[n / 2] * until.x, norm.y *= between[n / 2] * until.y;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const x = &of_keys[n][2 * half];
-      const float* const y = &of_queries[n][2 * half];
-      uint32 attend;
-      if (own) {
-        const int t = g + 8 * half, at = from % kBlock;  // in the block
-        float2 span = *reinterpret_cast<const float2*>(&s.spans[block][t][at]);
-        span.x *= norm.x, span.y *= norm.y;
-        s.made.diagonal[block][at][t]     = at < t ? x[0] * (key[half] * span.x) : 0.0f;
-        s.made.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (key[half] * span.y) : 0.0f;
-        attend = to_pair<In>(
-            at <= t ? y[0] * (query[half] * span.x) : 0.0f, at < t ? y[1] * (query[half] * span.y) : 0.0f);
-      } else {
-        const float of_key = key[half] * since[half], of_query = query[half] * since[half];
-        const Split parts(x[0] * (of_key * norm.x), x[1] * (of_key * norm.y));
-        pairs.in(s.made.lower.high, 0, n, half) = parts.high;
-        pairs.in(s.made.lower.low, 0, n, half)  = parts.low;
-        attend = to_pair<In>(y[0] * (of_query * norm.x), y[1] * (of_query * norm.y));
-      }
-      pairs.in(s.made.products.attend, 0, n, half) = attend;
-    }
-  }
-}
-
-// ---- the inverse -----------------------------------------------------------
-// The warp inverts 1 + its block on the diagonal; lanes t and t + 16 have row t: x (1 + block) = 1.
-__device__ __forceinline__ void invert_block(Shared& s, int block) {
-  const int row = threadIdx.x % kBlock;
-  float x[kBlock];
-#pragma unroll
-  for (int from = kBlock - 1; from >= 0; --from) {
-    float sums[2] = {row == from ? 1.0f : 0.0f, 0.0f};
-#pragma unroll
-    for (int t = (from + 1) / 4 * 4; t < kBlock; t += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(&s.made.diagonal[block][from][t]);
-      const float factors[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (t + i > from) sums[i % 2] = fmaf(-factors[i], x[t + i], sums[i % 2]);
-      }
-    }
-    x[from] = sums[0] + sums[1];
-  }
-  uint32 parts[kBlock / 2], solve[kBlock / 2];
-#pragma unroll
-  for (int i = 0; i < kBlock; i += 4) {
-    const Split first(x[i], x[i + 1]), second(x[i + 2], x[i + 3]);
-    const float4 beta = *reinterpret_cast<const float4*>(&s.beta[kBlock * block + i]);
-    parts[i / 2]     = threadIdx.x % kWarp < kBlock ? first.high : first.low;
-    parts[i / 2 + 1] = threadIdx.x % kWarp < kBlock ? second.high : second.low;
-    solve[i / 2] = to_pair<In>(x[i] * beta.x, x[i + 1] * beta.y);
-    solve[i / 2 + 1] = to_pair<In>(x[i + 2] * beta.z, x[i + 3] * beta.w);
-  }
-  Lower<bf16>& to = threadIdx.x % kWarp < kBlock ? s.made.lower.high : s.made.lower.low;
-  const int at = Lower<In>::block(block, block);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int place = Lower<In>::place(row, half);
-    *reinterpret_cast<uint4*>(&to.blocks[at][0][place]) = {
-        parts[4 * half], parts[4 * half + 1], parts[4 * half + 2], parts[4 * half + 3]};
-    if (threadIdx.x % kWarp >= kBlock) continue;
-    *reinterpret_cast<uint4*>(&s.made.products.solve.blocks[at][0][place]) = {
-        solve[4 * half], solve[4 * half + 1], solve[4 * half + 2], solve[4 * half + 3]};
-  }
-}
-
-// A 16 x 16 matrix as a left operand, in two parts.
-struct LeftParts {
-  uint4 high, low;
-  LeftParts() = default;
-  __device__ __forceinline__ explicit LeftParts(const float (&x)[2][4]) {
-    const Split a(x[0][0], x[0][1]), b(x[0][2], x[0][3]), c(x[1][0], x[1][1]), d(x[1][2], x[1][3]);
-    high = {a.high, b.high, c.high, d.high}, low = {a.low, b.low, c.low, d.low};
-  }
-};
-
-// sums += left times a block of `lower`, transposed. lane: its bytes to where it loads in a block.
-__device__ __forceinline__ void multiply_exactly(
-    float (&sums)[2][4], const LeftParts& left, const Parts& lower, int block, uint32 lane) {
-  const uint4 high = ptx::load_matrices(ptx::shared_address(lower.high.blocks[block]) + lane);
-  const uint4 low  = ptx::load_matrices(ptx::shared_address(lower.low.blocks[block]) + lane);
-  multiply<bf16>(sums[0], sums[1], left.low, high);
-  multiply<bf16>(sums[0], sums[1], left.high, low);
-  multiply<bf16>(sums[0], sums[1], left.high, high);
-}
-
-// The warp's block of columns of the inverse X, below the diagonal, from the blocks A of the matrix:
-//   X_ij = -X_ii sum of A_ik X_kj over j <= k < i
-// All are transposed here, so that sums turn into left operands in registers.
-__device__ __forceinline__ void put_columns(Shared& s, int j) {
-  if (j == kBlocks - 1) return;
-  using Low = Lower<bf16>;
-  const int    g = threadIdx.x % kWarp / 4, own = Low::block(j, j);
-  const uint32 lane = Low::place(right_row(), right_half()) * 2;
-  const float  beta[2] = {s.beta[kBlock * j + g], s.beta[kBlock * j + g + 8]};
-  const Pairs<In> pairs(0, j);
-  LeftParts x[kBlocks - 1];  // X_kj
-#pragma unroll
-  for (int k = 0; k < kBlocks - 1; ++k) {
-    if (k != j) continue;
-    x[k].high = ptx::load_matrices_transposed(ptx::shared_address(s.made.lower.high.blocks[own]) + lane);
-    x[k].low  = ptx::load_matrices_transposed(ptx::shared_address(s.made.lower.low.blocks[own]) + lane);
-  }
-#pragma unroll
-  for (int i = 1; i < kBlocks; ++i) {
-    if (i <= j) continue;
-    float sums[2][4] = {}, result[2][4] = {};
-#pragma unroll
-    for (int k = 0; k < i; ++k) {
-      if (k >= j) multiply_exactly(sums, x[k], s.made.lower, Low::block(i, k), lane);
-    }
-    multiply_exactly(result, LeftParts(sums), s.made.lower, Low::block(i, i), lane);
-#pragma unroll
-    for (float& value : reinterpret_cast<float (&)[8]>(result)) value = -value;
-    if (i < kBlocks - 1) x[i] = LeftParts(result);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float* const pair = &result[n / 2][n % 2 * 2];
-      pairs.in(s.made.products.solve, Low::block(i, 0), n % 2, n / 2) =
-          ptx::transpose(to_pair<In>(pair[0] * beta[n % 2], pair[1] * beta[n % 2]));
-    }
-  }
-}
-
-__device__ __forceinline__ void put_factors(const Operands& p, Shared& s) {
-  const int t = threadIdx.x;
-  if (t >= kChunk) return;
-  ChunkProducts<In>& products = s.made.products;
-  const float since_first = s.since_first[t] * decay_of_blocks(s, 0, t / kBlock);
-  const float until_end   = s.until_end[t] * decay_of_blocks(s, t / kBlock + 1, kBlocks);
-  products.state_factor[t] = since_first * s.key_norm[t];
-  products.end_factor[t]   = until_end * s.key_norm[t];
-  products.query_factor[t] = since_first * s.query_norm[t] * p.scale;
-  if (t == kChunk - 1) *reinterpret_cast<float4*>(products.decay) = {since_first, 0.0f, 0.0f, 0.0f};
-}
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 4) gdn_prefill_products(
@@ -1117,18 +1500,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) gdn_prefill_products(
   if (!chunk.find(p, place)) return;
   load(p, chunk, head, s);
   __syncthreads();
-  put_spans(s);
-  const int block = block_of_warp();
-  Products of_keys = {}, of_queries = {};
-  multiply_rows(p, s.rows.keys, s.rows.keys, block, of_keys, s.key_norm);
-  multiply_rows(p, s.rows.queries, s.rows.keys, block, of_queries, s.query_norm);
-  __syncthreads();  // spans and norms are there, and nobody reads the rows any more
-  put_products(p, s, block, of_keys, of_queries);
-  put_factors(p, s);
-  __syncwarp();
-  invert_block(s, block);
-  __syncthreads();
-  put_columns(s, block);
+  make<kHasWgmma, true>(p, s.rows.keys, s.rows.queries, s.of_tokens, s.made.inverting, s.made.products, Barriers());
   __syncthreads();
   const ChunkProducts<In>& made = s.made.products;
   uint4*       to   = reinterpret_cast<uint4*>(p.products + (place * p.heads + head) * sizeof(made));

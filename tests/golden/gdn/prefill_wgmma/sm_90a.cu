@@ -1,12 +1,12 @@
 // gdn_prefill_wgmma, generated from templates/gdn/prefill_wgmma.cu.j2
-// spec: {"divided":true,"dtype":"bf16","head_dim":128,"rows":64,"value_dim":128}
+// spec: {"divided":true,"dtype":"bf16","fused":false,"head_dim":128,"rows":64,"value_dim":128}
 //
 // The delta rule for whole prompts, second kernel, on the warpgroup products of sm_90a: the chunks of a sequence in
 // their order. A CTA takes kTileV rows (V index) of one head's state and a chunk of tokens at once. Each consumer, a
 // warpgroup, has 64 of the rows in registers, in float32:
-//   u = (v - state_factor h k) solve^T
-//   out = query_factor h q + u attend^T
-//   h becomes decay h + (end_factor u) k^T
+//   u = (v - state h k) solve^T
+//   out = query h q + u attend^T
+//   h becomes decay h + (end u) k^T
 // Every product has h or u as its left operand, which stays in registers as the tensor cores left it; right operands
 // are k, q and the products of the first kernel, in shared memory. Left operands are rounded to 16 bits; sums are
 // float32. The last warpgroup, the producer, copies them into a ring of stages: `full` tells that a stage's copies are
@@ -16,6 +16,8 @@
 //   no turn   | outputs, decay h, rest of v, u                |
 // One consumer alone leaves h and u in shared memory, in two places in turn, to a warpgroup for the outputs: `full` and
 // `empty` of `between`.
+// With kFused there is no first kernel: another warpgroup, the maker, makes a chunk's products between the producer and
+// the consumers; `made` tells that they are there.
 // gdn/prefill_parts, kAlone, has only h, for parts of sequences from no state; gdn/prefill_join makes of that the state
 // before each part; then, kDivided, parts take the place of sequences here.
 
@@ -198,6 +200,31 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -306,15 +333,18 @@ template <typename In> struct alignas(16) Lower {
 
 // What the delta rule needs of a chunk besides q, k, v and the state h before it. With D_t the product of the decays
 // from the first token to t, E_ts that from the token after s to t, and |k_t| = 1 without normalisation:
-//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state_factor h k)
-//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query_factor h q
+//   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state h k)
+//   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query h q
 // where k and q in the brackets are not normalised, as their norms are parts of the factors.
+struct ChunkFactors {
+  float state[kChunk];  // D_t / |k_t|
+  float end[kChunk];    // E_tT / |k_t|, T the last token
+  float query[kChunk];  // D_t scale / |q_t|
+  float decay[4];       // D_T, and nothing
+};
 template <typename In> struct ChunkProducts {
-  Lower<In> solve, attend;
-  float state_factor[kChunk];  // D_t / |k_t|
-  float end_factor[kChunk];    // E_tT / |k_t|, T the last token
-  float query_factor[kChunk];  // D_t scale / |q_t|
-  float decay[4];              // D_T, and nothing
+  Lower<In>    solve, attend;
+  ChunkFactors factors;
 };
 
 // Tokens [first, end) of all tokens.
@@ -350,6 +380,956 @@ __device__ __forceinline__ int64 sequence_of(const Operands& p, int64 place, int
     const uint32 votes = __ballot_sync(~0u, before);
     after += __popc(votes);
     if (votes != ~0u) return after - 1;
+  }
+}
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gdn/squares -----------------------------------------------------------
+// Products of 16 x 16 matrices, of 16-bit floats in shared memory. With g = lane / 4 and c = lane % 4, a left operand's
+// registers are pairs in row g or g + 8 and columns 2 c or 2 c + 8; a right one's are the same of its rows, which are
+// columns of the product. Element i of block n of a product has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
+
+// The row whose address a lane gives to load an operand, and which half of it.
+__device__ __forceinline__ int left_row(uint32 thread = threadIdx.x) { return thread % 16; }
+__device__ __forceinline__ int left_half(uint32 thread = threadIdx.x) { return thread / 16 % 2; }
+__device__ __forceinline__ int right_row(uint32 thread = threadIdx.x) { return thread % 8 + thread / 16 % 2 * 8; }
+__device__ __forceinline__ int right_half(uint32 thread = threadIdx.x) { return thread / 8 % 2; }
+
+// That address, where rows are kStride elements apart.
+template <typename In, int kStride> __device__ __forceinline__ uint32 left_in(const In (*rows)[kStride]) {
+  return ptx::shared_address(&rows[left_row()][left_half() * 8]);
+}
+template <typename In, int kStride> __device__ __forceinline__ uint32 right_in(const In (*rows)[kStride]) {
+  return ptx::shared_address(&rows[right_row()][right_half() * 8]);
+}
+
+// The same rows as a right operand.
+__device__ __forceinline__ uint4 as_right(uint4 left) { return {left.x, left.z, left.y, left.w}; }
+
+// x and y, neighbouring blocks, += left times a right operand.
+template <typename In>
+__device__ __forceinline__ void multiply(float (&x)[4], float (&y)[4], uint4 left, uint4 right) {
+  ptx::mma_half<In>(x, {left.x, left.y, left.z, left.w}, right.x, right.y);
+  ptx::mma_half<In>(y, {left.x, left.y, left.z, left.w}, right.z, right.w);
+}
+
+// Stores a block, rounded, where the rows are kStride elements apart.
+template <int kStride, typename In> __device__ __forceinline__ void put(In* to, const float (&x)[4]) {
+  to += threadIdx.x % kWarp / 4 * kStride + threadIdx.x % 4 * 2;
+  *reinterpret_cast<uint32*>(to)               = to_pair<In>(x[0], x[1]);
+  *reinterpret_cast<uint32*>(to + 8 * kStride) = to_pair<In>(x[2], x[3]);
+}
+
+// ---- gdn/swizzle -----------------------------------------------------------
+// 64 rows of 128 bytes, whose pieces of 16 bytes are where the 128-byte swizzle has them.
+template <typename In> struct alignas(1024) Swizzled {
+  In rows[kChunk][kChunk];
+  __device__ __forceinline__ uint32 at(int row, int column) {
+    return ptx::shared_address(&rows[row][(column / 8 ^ row % 8) * 8]);
+  }
+};
+// ---- gdn/prefill_inverse ---------------------------------------------------
+// The triangular inverse of a chunk: that of 16 x 16 blocks by substitution in float32, a row by a thread; the rest by
+// products of blocks on the tensor cores, with each number as the sum of two bf16 numbers, which is exact to 2^-16 of
+// it; or, without kExact, rounded to f16. It goes to a Lower or to a Swizzled.
+constexpr int kSpanRow = kBlock + 4;
+
+// Numbers of a lower part: with kExact, as sums of two.
+template <bool kExact> struct Parts {
+  Lower<bf16> high, low;
+};
+template <> struct Parts<false> {
+  Lower<f16> whole;
+};
+// What the inverse is made of.
+template <bool kExact> struct alignas(16) Inverting {
+  // Below the diagonal blocks, beta_t E_ts k_s k_t; in them, the inverse of 1 + their part of that.
+  Parts<kExact> lower;
+  float diagonal[kBlocks][kBlock][kSpanRow];  // [t / kBlock][s % kBlock][t % kBlock] of that, 0 where s >= t
+};
+// Numbers of tokens.
+struct alignas(16) OfTokens {
+  float spans[kBlocks][kBlock][kSpanRow];  // [t / kBlock][t % kBlock][s % kBlock]: E_ts in a block; 0 where s > t
+  float decay[kChunk], beta[kChunk];           // 1 and 0 beyond the last token
+  float key_norm[kChunk], query_norm[kChunk];  // 1 / length; without normalisation 1
+  float since_first[kChunk], until_end[kChunk];  // D_t and E_tT, as if t's block were all
+};
+
+template <class Matrix> struct Element;
+template <typename In> struct Element<Lower<In>> { using Type = In; };
+template <typename In> struct Element<Swizzled<In>> { using Type = In; };
+template <class Matrix> using ElementOf = typename Element<Matrix>::Type;
+
+// A thread's pairs in a matrix: those at columns 8 n + 2 c of rows g and g + 8 of a block of rows.
+template <class Matrix> class Pairs;
+template <typename In> class Pairs<Lower<In>> {
+ public:
+  // From block `first` of the row of blocks `row` on.
+  __device__ __forceinline__ Pairs(uint32 thread, int row, int first)
+      : at_{at(thread, Lower<In>::block(row, first), 0), at(thread, Lower<In>::block(row, first), 1)} {}
+  // `down` blocks further down, if the row is 0
+  template <typename T> __device__ __forceinline__ uint32& in(Lower<T>& lower, int down, int n, int half) const {
+    const int blocks = Lower<In>::block(down, 0) + n / 2;
+    return *reinterpret_cast<uint32*>(
+        &lower.blocks[0][0][0] + at_[n % 2] + blocks * kBlockSize + half * (8 * kBlock));
+  }
+
+ private:
+  static constexpr int kBlockSize = kBlock * kBlock;
+  static __device__ __forceinline__ int at(uint32 thread, int block, int half) {
+    return block * kBlockSize + Lower<In>::place(thread % kWarp / 4, half) + thread % 4 * 2;
+  }
+  const int at_[2];
+};
+template <typename In> class Pairs<Swizzled<In>> {
+ public:
+  __device__ __forceinline__ Pairs(uint32 thread, int row, int first)
+      : at_((row * kBlock + thread % kWarp / 4) * kChunk + thread % 4 * 2), piece_(2 * first ^ thread % kWarp / 4) {}
+  __device__ __forceinline__ uint32& in(Swizzled<In>& square, int down, int n, int half) const {
+    const int rows = down * kBlock + half * 8;
+    return *reinterpret_cast<uint32*>(&square.rows[0][0] + at_ + rows * kChunk + (piece_ ^ n) * 8);
+  }
+
+ private:
+  const int at_, piece_;
+};
+
+// Half a row of a block on the diagonal.
+template <typename In> __device__ __forceinline__ uint4& piece_of(Lower<In>& x, int block, int row, int half) {
+  return *reinterpret_cast<uint4*>(&x.blocks[Lower<In>::block(block, block)][0][Lower<In>::place(row, half)]);
+}
+template <typename In> __device__ __forceinline__ uint4& piece_of(Swizzled<In>& x, int block, int row, int half) {
+  return *reinterpret_cast<uint4*>(&x.rows[block * kBlock + row][(2 * block + half ^ row % 8) * 8]);
+}
+
+// Two numbers as the sum of two pairs.
+struct Split {
+  uint32 high, low;
+  __device__ __forceinline__ Split(float x, float y)
+      : high(to_pair<bf16>(x, y)), low(to_pair<bf16>(x - ::low<bf16>(high), y - ::high<bf16>(high))) {}
+};
+
+// Stores a pair where `pairs` has it.
+__device__ __forceinline__ void put_pair(
+    Parts<true>& to, const Pairs<Lower<bf16>>& pairs, int n, int half, float x, float y) {
+  const Split parts(x, y);
+  pairs.in(to.high, 0, n, half) = parts.high, pairs.in(to.low, 0, n, half) = parts.low;
+}
+__device__ __forceinline__ void put_pair(
+    Parts<false>& to, const Pairs<Lower<bf16>>& pairs, int n, int half, float x, float y) {
+  pairs.in(to.whole, 0, n, half) = to_pair<f16>(x, y);
+}
+
+// A row of a block on the diagonal, which lanes t and t + 16 have.
+__device__ __forceinline__ void put_row(Parts<true>& to, const float (&x)[kBlock], int block, uint32 thread) {
+  const bool upper = thread % kWarp < kBlock;
+  uint32 parts[kBlock / 2];
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {
+    const Split split(x[2 * i], x[2 * i + 1]);
+    parts[i] = upper ? split.high : split.low;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    piece_of(upper ? to.high : to.low, block, thread % kBlock, half) = {
+        parts[4 * half], parts[4 * half + 1], parts[4 * half + 2], parts[4 * half + 3]};
+  }
+}
+__device__ __forceinline__ void put_row(Parts<false>& to, const float (&x)[kBlock], int block, uint32 thread) {
+  if (thread % kWarp >= kBlock) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* const y = &x[8 * half];
+    piece_of(to.whole, block, thread % kBlock, half) = {
+        to_pair<f16>(y[0], y[1]), to_pair<f16>(y[2], y[3]), to_pair<f16>(y[4], y[5]), to_pair<f16>(y[6], y[7])};
+  }
+}
+
+// The warp inverts 1 + its block on the diagonal; lanes t and t + 16 have row t: x (1 + block) = 1.
+template <bool kExact, class Matrix>
+__device__ __forceinline__ void invert_block(
+    const OfTokens& s, Inverting<kExact>& made, Matrix& to_solve, int block, uint32 thread) {
+  using In = ElementOf<Matrix>;
+  const int row = thread % kBlock;
+  float x[kBlock];
+#pragma unroll
+  for (int from = kBlock - 1; from >= 0; --from) {
+    float sums[2] = {row == from ? 1.0f : 0.0f, 0.0f};
+#pragma unroll
+    for (int t = kBlock - 4; t >= (from + 1) / 4 * 4; t -= 4) {  // the newest x last, as it is waited for
+      const float4 a = *reinterpret_cast<const float4*>(&made.diagonal[block][from][t]);
+      const float factors[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+      for (int i = 3; i >= 0; --i) {
+        if (t + i > from) sums[i % 2] = fmaf(-factors[i], x[t + i], sums[i % 2]);
+      }
+    }
+    x[from] = sums[0] + sums[1];
+  }
+  put_row(made.lower, x, block, thread);
+  if (thread % kWarp < kBlock) return;
+#pragma unroll
+  for (int i = 0; i < kBlock; i += 8) {
+    const float4 first = *reinterpret_cast<const float4*>(&s.beta[kBlock * block + i]);
+    const float4 second = *reinterpret_cast<const float4*>(&s.beta[kBlock * block + i + 4]);
+    piece_of(to_solve, block, row, i / 8) = {
+        to_pair<In>(x[i] * first.x, x[i + 1] * first.y), to_pair<In>(x[i + 2] * first.z, x[i + 3] * first.w),
+        to_pair<In>(x[i + 4] * second.x, x[i + 5] * second.y), to_pair<In>(x[i + 6] * second.z, x[i + 7] * second.w)};
+  }
+}
+
+// A 16 x 16 matrix as a left operand, in as many parts.
+template <bool kExact> struct LeftParts {
+  uint4 high, low;
+  LeftParts() = default;
+  __device__ __forceinline__ explicit LeftParts(const float (&x)[2][4]) {
+    const Split a(x[0][0], x[0][1]), b(x[0][2], x[0][3]), c(x[1][0], x[1][1]), d(x[1][2], x[1][3]);
+    high = {a.high, b.high, c.high, d.high}, low = {a.low, b.low, c.low, d.low};
+  }
+  // A block of `lower`, transposed. lane: its bytes to where it loads in a block.
+  __device__ __forceinline__ LeftParts(const Parts<true>& lower, int block, uint32 lane)
+      : high(ptx::load_matrices_transposed(ptx::shared_address(lower.high.blocks[block]) + lane)),
+        low(ptx::load_matrices_transposed(ptx::shared_address(lower.low.blocks[block]) + lane)) {}
+};
+template <> struct LeftParts<false> {
+  uint4 whole;
+  LeftParts() = default;
+  __device__ __forceinline__ explicit LeftParts(const float (&x)[2][4])
+      : whole{to_pair<f16>(x[0][0], x[0][1]), to_pair<f16>(x[0][2], x[0][3]), to_pair<f16>(x[1][0], x[1][1]),
+              to_pair<f16>(x[1][2], x[1][3])} {}
+  __device__ __forceinline__ LeftParts(const Parts<false>& lower, int block, uint32 lane)
+      : whole(ptx::load_matrices_transposed(ptx::shared_address(lower.whole.blocks[block]) + lane)) {}
+};
+
+// The sum of products of 16 x 16 matrices, of each of their parts apart, so that fewer products wait for another.
+template <bool kExact> struct Sums {
+  float parts[3][2][4] = {};
+
+  // Adds left times a block of `lower`, transposed. lane: its bytes to where it loads in a block.
+  __device__ __forceinline__ void add(const LeftParts<true>& left, const Parts<true>& lower, int block, uint32 lane) {
+    const uint4 high = ptx::load_matrices(ptx::shared_address(lower.high.blocks[block]) + lane);
+    const uint4 low  = ptx::load_matrices(ptx::shared_address(lower.low.blocks[block]) + lane);
+    multiply<bf16>(parts[0][0], parts[0][1], left.low, high);
+    multiply<bf16>(parts[1][0], parts[1][1], left.high, low);
+    multiply<bf16>(parts[2][0], parts[2][1], left.high, high);
+  }
+  __device__ __forceinline__ float operator()(int n, int i) const {
+    return (parts[0][n][i] + parts[1][n][i]) + parts[2][n][i];
+  }
+};
+template <> struct Sums<false> {
+  float whole[2][4] = {};
+
+  __device__ __forceinline__ void add(const LeftParts<false>& left, const Parts<false>& lower, int block, uint32 lane) {
+    multiply<f16>(whole[0], whole[1], left.whole,
+                  ptx::load_matrices(ptx::shared_address(lower.whole.blocks[block]) + lane));
+  }
+  __device__ __forceinline__ float operator()(int n, int i) const { return whole[n][i]; }
+};
+
+// The warp's block of columns of the inverse X, below the diagonal, from the blocks A of the matrix:
+//   X_ij = -X_ii sum of A_ik X_kj over j <= k < i
+// All are transposed here, so that sums turn into left operands in registers.
+// barriers: wait(i) waits for block i on the diagonal, and those before it in its row.
+template <bool kExact, class Matrix, class Barriers>
+__device__ __forceinline__ void put_columns(
+    const OfTokens& s, Inverting<kExact>& made, Matrix& to_solve, int j, uint32 thread, Barriers barriers) {
+  if (j == kBlocks - 1) return;
+  using In  = ElementOf<Matrix>;
+  using Low = Lower<bf16>;
+  const int    g = thread % kWarp / 4, own = Low::block(j, j);
+  const uint32 lane = Low::place(right_row(thread), right_half(thread)) * 2;
+  const float  beta[2] = {s.beta[kBlock * j + g], s.beta[kBlock * j + g + 8]};
+  const Pairs<Matrix> pairs(thread, 0, j);
+  LeftParts<kExact> x[kBlocks - 1];  // X_kj
+#pragma unroll
+  for (int k = 0; k < kBlocks - 1; ++k) {
+    if (k == j) x[k] = LeftParts<kExact>(made.lower, own, lane);
+  }
+#pragma unroll
+  for (int i = 1; i < kBlocks; ++i) {
+    if (i <= j) continue;
+    barriers.wait(i);
+    Sums<kExact> sums, products;
+    float        result[2][4];
+#pragma unroll
+    for (int k = 0; k < i; ++k) {
+      if (k >= j) sums.add(x[k], made.lower, Low::block(i, k), lane);
+    }
+#pragma unroll
+    for (int at = 0; at < 8; ++at) result[at / 4][at % 4] = sums(at / 4, at % 4);
+    products.add(LeftParts<kExact>(result), made.lower, Low::block(i, i), lane);
+#pragma unroll
+    for (int at = 0; at < 8; ++at) result[at / 4][at % 4] = -products(at / 4, at % 4);
+    if (i < kBlocks - 1) x[i] = LeftParts<kExact>(result);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float* const pair = &result[n / 2][n % 2 * 2];
+      pairs.in(to_solve, i, n % 2, n / 2) =
+          ptx::transpose(to_pair<In>(pair[0] * beta[n % 2], pair[1] * beta[n % 2]));
+    }
+  }
+}
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/warpgroup ----------------------------------------------------
+// Warpgroups: the order of their matrix products, and the number of their registers.
+namespace ptx {
+// To be called before the first product, and whenever registers of a product were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of products are complete.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+}  // namespace ptx
+
+// ---- gdn/wgmma -------------------------------------------------------------
+// Matrix products of warpgroups with their left operand in registers.
+namespace ptx {
+// The descriptor of a matrix of 16-bit floats in rows of 128 bytes with the 128-byte swizzle, in blocks of 64 columns
+// that are `across` bytes apart. It is in units of 16 bytes.
+__device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
+  return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
+}
+// d += a b of 64 x 16 by 16 x 8 N. The rows of b's matrix are columns of the product, and 16 of its columns are taken;
+// or with kDepth they are its depth, and 16 of them are. With g = lane / 4 and c = lane % 4, warp w of a warpgroup has
+// in a rows 16 w + g and + 8 of columns 2 c and the next, then of columns 2 c + 8 and the next; and in d[n][i] row
+// 16 w + g + i / 2 * 8, column 8 n + 2 c + i % 2. Neither may be accessed before a wait. Without kAdd d = a b.
+template <typename In, bool kDepth, bool kAdd, int N> __device__ void wgmma(float (&d)[N][4], uint4 a, uint64 b);
+template <> __device__ __forceinline__ void wgmma<bf16, 0, 0, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 0, 1, 1, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<bf16, 0, 1, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<bf16, 1, 1, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<bf16, 1, 1, 16>(
+    float (&d)[16][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               , "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
+               , "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])
+               , "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3])
+               , "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+               , "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3])
+               , "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3])
+               , "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3])
+               , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 0, 0, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 0, 1, 1, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 0, 1, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 1, 1, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 1, 1, 16>(
+    float (&d)[16][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               , "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
+               , "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])
+               , "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3])
+               , "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+               , "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3])
+               , "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3])
+               , "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3])
+               , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+// The same with a in shared memory, 16 columns of 64 rows, and 64 rows of b.
+template <typename In, bool kAdd> __device__ void wgmma_shared(float (&d)[8][4], uint64 a, uint64 b);
+template <> __device__ __forceinline__ void wgmma_shared<bf16, 0>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 0, 1, 1, 0, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "l"(a), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma_shared<bf16, 1>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 1, 1, 1, 0, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "l"(a), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma_shared<f16, 0>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 0, 1, 1, 0, 0;"
+               : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+               , "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]), "=f"(d[1][3])
+               , "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+               , "=f"(d[3][0]), "=f"(d[3][1]), "=f"(d[3][2]), "=f"(d[3][3])
+               , "=f"(d[4][0]), "=f"(d[4][1]), "=f"(d[4][2]), "=f"(d[4][3])
+               , "=f"(d[5][0]), "=f"(d[5][1]), "=f"(d[5][2]), "=f"(d[5][3])
+               , "=f"(d[6][0]), "=f"(d[6][1]), "=f"(d[6][2]), "=f"(d[6][3])
+               , "=f"(d[7][0]), "=f"(d[7][1]), "=f"(d[7][2]), "=f"(d[7][3])
+               : "l"(a), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma_shared<f16, 1>(float (&d)[8][4], uint64 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, 1, 1, 1, 0, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "l"(a), "l"(b));
+}
+// Arrives at a barrier once this thread's copies are complete.
+__device__ __forceinline__ void copy_async_arrive(Barrier* b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// Waits for all but the last kAllowed groups of products, before the sums in d are read.
+template <int kAllowed, int N> __device__ __forceinline__ void wgmma_wait_for(float (&d)[N][4]) {
+  wgmma_wait<kAllowed>();
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+}
+}  // namespace ptx
+// ---- gdn/prefill_make ------------------------------------------------------
+// What a chunk needs that does not depend on the state, by a warpgroup. Products of keys with keys and queries run on
+// the tensor cores, exact up to float32 sums. A warp has the tokens of a block of rows where products are made, and a
+// block of columns where the inverse is. Operands: scale and l2norm.
+constexpr int   kMakers  = 2 * kChunk;  // threads
+constexpr float kNormEps = 1e-6f;
+static_assert(kMakers == kBlocks * kWarp, "a block of tokens for each warp");
+
+__device__ __forceinline__ int maker() { return threadIdx.x % kMakers; }
+
+// The gates of a token that a thread has, 1 and 0 beyond the last one.
+struct Gates {
+  float decay = 1.0f, beta = 0.0f;
+
+  // p: g and beta, where token `first` is the chunk's first one of `tokens`.
+  template <class Operands>
+  __device__ __forceinline__ Gates(const Operands& p, int64 first, int tokens, int head) {
+    if (maker() >= tokens) return;
+    const int64 at = (first + maker()) * p.heads + head;
+    if (p.g != nullptr) decay = ptx::ld_f32(p.g + at);
+    beta = p.beta != nullptr ? ptx::ld_f32(p.beta + at) : 1.0f;
+  }
+  __device__ __forceinline__ void put(OfTokens& s) const {
+    if (maker() >= kChunk) return;
+    s.decay[maker()] = decay, s.beta[maker()] = beta;
+  }
+};
+
+// Thread s multiplies the decays of the tokens after s in its block; the warp's tokens are whole blocks.
+__device__ __forceinline__ void put_spans(OfTokens& s, uint32 thread) {
+  if (int(thread) >= kChunk) return;
+  const int from = int(thread) % kBlock, block = int(thread) / kBlock;
+  float span = 0.0f;
+#pragma unroll
+  for (int t = 0; t < kBlock; t += 4) {
+    const float4 d = *reinterpret_cast<const float4*>(&s.decay[block * kBlock + t]);
+    const float decays[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      span *= decays[i];
+      span = t + i < from ? 0.0f : t + i == from ? 1.0f : span;
+      s.spans[block][t + i][from] = span;
+    }
+  }
+  s.until_end[int(thread)] = span;
+  __syncwarp();
+  s.since_first[int(thread)] = s.spans[block][from][0] * s.decay[block * kBlock];
+}
+// The decay of blocks [first, end).
+__device__ __forceinline__ float decay_of_blocks(const OfTokens& s, int first, int end) {
+  float x = 1.0f;
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) x *= first <= i && i < end ? s.since_first[i * kBlock + kBlock - 1] : 1.0f;
+  return x;
+}
+
+// The block of rows, or of columns, that a warp has. It differs from CTA to CTA, as the work of the blocks does, and a
+// warp's place tells which of the SM's schedulers it has.
+__device__ __forceinline__ int block_of_warp(uint32 thread) {
+  return __shfl_sync(~0u, (int(thread) / kWarp + blockIdx.x) % kBlocks, 0);
+}
+
+// [n][i]: tokens t = 16 block + g + i / 2 * 8 and s = 8 n + 2 c + i % 2, with g = lane / 4, c = lane % 4.
+using Products = float[kChunk / 8][4];
+
+// The block's squared lengths are on the diagonals of products with itself.
+template <class Operands>
+__device__ __forceinline__ void put_norms(
+    const Operands& p, int block, const float (&alone)[2][4], float* norms, uint32 thread) {
+  const int g = thread % kWarp / 4;
+  if (thread % 4 != g / 2) return;
+  float* const to = norms + kBlock * block + g;
+  to[0] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[0][1] : alone[0][0]) + kNormEps) : 1.0f;
+  to[8] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[1][3] : alone[1][2]) + kNormEps) : 1.0f;
+}
+
+// Starts the products of all rows, keys or queries, with all keys, where warp w has block w.
+template <class In, int kWide>
+__device__ __forceinline__ void start_products(
+    Products& products, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide]) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kWide * kBlocks; ++k) {
+    const uint64 left  = ptx::wgmma_matrix(ptx::shared_address(&rows[k / kBlocks]), sizeof(rows[0])) + k % kBlocks * 2;
+    const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[k / kBlocks]), sizeof(keys[0])) + k % kBlocks * 2;
+    if (k == 0) ptx::wgmma_shared<In, false>(products, left, right);
+    else ptx::wgmma_shared<In, true>(products, left, right);
+  }
+  ptx::wgmma_commit();
+}
+
+// The products of the block's rows, keys or queries, with themselves, and, with kAll, those with the keys of all tokens
+// up to them; puts the rows' norms.
+template <bool kHasWgmma, bool kAll, class In, int kWide, class Operands>
+__device__ __forceinline__ void multiply_rows(
+    const Operands& p, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide], int block, Products& products,
+    float* norms, uint32 thread) {
+  constexpr int kSteps = kBlocks;  // of 16 columns, in a Swizzled
+  float alone[2][4] = {};
+#pragma unroll
+  for (int wide = 0; wide < kWide; ++wide) {
+    uint4 x[kSteps];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      x[k] = ptx::load_matrices(rows[wide].at(kBlock * block + left_row(thread), 16 * k + left_half(thread) * 8));
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
+    if constexpr (kAll && kHasWgmma) {
+      const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[wide]), sizeof(keys[wide]));
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) ptx::wgmma<In, false, true>(products, x[k], right + 2 * k);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait_for<0>(products);
+    } else if constexpr (kAll) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        if (j > block) continue;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint32 right = keys[wide].at(kBlock * j + right_row(thread), 16 * k + right_half(thread) * 8);
+          multiply<In>(products[2 * j], products[2 * j + 1], x[k], ptx::load_matrices(right));
+        }
+      }
+    }
+  }
+  put_norms(p, block, alone, norms, thread);
+}
+
+// What products of rows of the warp's block with keys 8 n + 2 c and the next are multiplied with for the keys. All is
+// loaded before it is used, so that nothing waits for a single load.
+struct KeyFactors {
+  float2 of[kChunk / 8];  // norms, and the decay from there to the block
+  float2 own[2][2];       // [n % 2][half] in the block: norms, and the decay from there to the row
+
+  __device__ __forceinline__ KeyFactors(const OfTokens& s, int block, uint32 thread) {
+    const int g = thread % kWarp / 4, c = thread % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int    at   = i / 2 * 8 + 2 * c;
+      const float2 span = *reinterpret_cast<const float2*>(&s.spans[block][g + i % 2 * 8][at]);
+      const float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[block * kBlock + at]);
+      own[i / 2][i % 2] = {span.x * norm.x, span.y * norm.y};
+    }
+    float decay = 1.0f;  // of the blocks between
+#pragma unroll
+    for (int n = kChunk / 8 - 1; n >= 0; --n) {
+      const float2 norm  = *reinterpret_cast<const float2*>(&s.key_norm[8 * n + 2 * c]);
+      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[8 * n + 2 * c]);
+      of[n] = {norm.x * (decay * until.x), norm.y * (decay * until.y)};
+      if (n % 2 == 0) decay *= n / 2 < block ? s.since_first[n / 2 * kBlock + kBlock - 1] : 1.0f;
+    }
+  }
+};
+
+// Calls own(n, half) for a thread's pairs in the block on the diagonal, other(n, half) for those in blocks before it.
+template <class Own, class Other> __device__ __forceinline__ void each_pair_of(int block, Own own, Other other) {
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    if (j > block) continue;
+    if (j == block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own(2 * j + i / 2, i % 2);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) other(2 * j + i / 2, i % 2);
+    }
+  }
+}
+
+// Multiplies products of keys by their factors and stores them, in `lower` and `diagonal`.
+template <bool kExact>
+__device__ __forceinline__ void put_keys(
+    const OfTokens& s, Inverting<kExact>& inverting, int block, const Products& of_keys, uint32 thread) {
+  const int g = thread % kWarp / 4, c = thread % 4;
+  const KeyFactors factors(s, block, thread);
+  const Pairs<Lower<bf16>> pairs(thread, block, 0);
+  float own[2], other[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int t = kBlock * block + g + 8 * half;
+    own[half] = s.beta[t] * s.key_norm[t], other[half] = own[half] * s.since_first[t];
+  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const x = &of_keys[n][2 * half];
+    inverting.diagonal[block][at][t]     = at < t ? x[0] * (own[half] * factor.x) : 0.0f;
+    inverting.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (own[half] * factor.y) : 0.0f;
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const x = &of_keys[n][2 * half];
+    put_pair(inverting.lower, pairs, n, half, x[0] * (other[half] * factor.x), x[1] * (other[half] * factor.y));
+  });
+}
+
+// The same of queries, as `attend`.
+template <class Matrix>
+__device__ __forceinline__ void put_queries(
+    const OfTokens& s, float scale, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
+  using In = ElementOf<Matrix>;
+  const int g = thread % kWarp / 4, c = thread % 4;
+  const KeyFactors factors(s, block, thread);
+  const Pairs<Matrix> pairs(thread, block, 0);
+  float own[2], other[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int t = kBlock * block + g + 8 * half;
+    own[half] = scale * s.query_norm[t], other[half] = own[half] * s.since_first[t];
+  }
+  each_pair_of(block, [&](int n, int half) {  // in the block
+    const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
+    const float2 factor = factors.own[n % 2][half];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) =
+        to_pair<In>(at <= t ? y[0] * (own[half] * factor.x) : 0.0f, at < t ? y[1] * (own[half] * factor.y) : 0.0f);
+  }, [&](int n, int half) {
+    const float2 factor = factors.of[n];
+    const float* const y = &of_queries[n][2 * half];
+    pairs.in(attend, 0, n, half) = to_pair<In>(y[0] * (other[half] * factor.x), y[1] * (other[half] * factor.y));
+  });
+}
+
+template <class Operands>
+__device__ __forceinline__ void put_factors(const Operands& p, const OfTokens& s, ChunkFactors& to, uint32 thread) {
+  const int t = int(thread);
+  if (t >= kChunk) return;
+  const float since_first = s.since_first[t] * decay_of_blocks(s, 0, t / kBlock);
+  const float until_end   = s.until_end[t] * decay_of_blocks(s, t / kBlock + 1, kBlocks);
+  to.state[t] = since_first * s.key_norm[t];
+  to.end[t]   = until_end * s.key_norm[t];
+  to.query[t] = since_first * s.query_norm[t] * p.scale;
+  if (t == kChunk - 1) *reinterpret_cast<float4*>(to.decay) = {since_first, 0.0f, 0.0f, 0.0f};
+}
+
+// Makes a chunk's products and factors from its keys, queries and gates, which are there. kOver: `inverting` and `made`
+// are where the keys and queries are, and a CTA is one of several of an SM. Barriers: of the warpgroup, and of blocks.
+template <bool kHasWgmma, bool kOver, bool kExact, class In, int kWide, class Operands, class Made, class Barriers>
+__device__ __forceinline__ void make(
+    const Operands& p, Swizzled<In> (&keys)[kWide], Swizzled<In> (&queries)[kWide], OfTokens& s,
+    Inverting<kExact>& inverting, Made& made, Barriers barriers) {
+  const uint32 thread = ptx::thread_index() % kMakers;
+  const int    block  = kOver ? block_of_warp(thread) : __shfl_sync(~0u, thread / kWarp, 0);
+  Products of_keys, of_queries;
+  if constexpr (kOver) {
+    put_spans(s, thread);
+    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_keys)) x = 0.0f;
+    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_queries)) x = 0.0f;
+    multiply_rows<kHasWgmma, true>(p, keys, keys, block, of_keys, s.key_norm, thread);
+    multiply_rows<kHasWgmma, true>(p, queries, keys, block, of_queries, s.query_norm, thread);
+  } else {
+    start_products(of_keys, keys, keys);
+    put_spans(s, thread);
+    multiply_rows<kHasWgmma, false>(p, queries, keys, block, of_queries, s.query_norm, thread);
+    ptx::wgmma_wait_for<0>(of_keys);
+    float alone[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n / 2 == block) alone[n % 2][i] = of_keys[n][i];
+      }
+    }
+    put_norms(p, block, alone, s.key_norm, thread);
+  }
+  barriers.sync();  // spans and norms are there, and nobody reads any more what is overwritten
+  put_keys(s, inverting, block, of_keys, thread);
+  if constexpr (!kOver) start_products(of_queries, queries, keys);
+  __syncwarp();
+  invert_block(s, inverting, made.solve, block, thread);
+  barriers.done(block);
+  put_factors(p, s, made.factors, thread);
+  if constexpr (!kOver) ptx::wgmma_wait_for<0>(of_queries);
+  put_queries(s, p.scale, made.attend, block, of_queries, thread);  // the less, the more columns follow
+  put_columns(s, inverting, made.solve, block, thread, barriers);
+}
+
+// Named barriers, from kFirst on: of all makers, and of each block that warps before it need for their columns.
+template <int kFirst> struct MakerBarriers {
+  __device__ __forceinline__ void sync() const { ptx::barrier_sync(kFirst, kMakers); }
+  // The warp has inverted its block.
+  __device__ __forceinline__ void done(int block) const {
+    __syncwarp();
+    if (block > 0) ptx::barrier_arrive(kFirst + block, (block + 1) * kWarp);
+  }
+  // Waits for a block behind the warp's own.
+  __device__ __forceinline__ void wait(int block) const { ptx::barrier_sync(kFirst + block, (block + 1) * kWarp); }
+};
+
+// What the makers of a kernel that makes chunk after chunk share.
+template <bool kIs> struct Making {
+  OfTokens         of_tokens;
+  Inverting<false> inverting;
+};
+template <> struct Making<false> {};
+
+// The warpgroup that makes a stage's products and factors, between the producer and consumers. Config: as the
+// producer's, and kMakerBarrier.
+template <class Config>
+__device__ __forceinline__ void make_chunks(
+    const typename Config::Operands& p, const typename Config::Item& item, typename Config::Shared& shared) {
+  auto& making = shared.making;
+  const MakerBarriers<Config::kMakerBarrier> barriers;
+  const auto gates = [&](int chunk) { return Gates(p, item.first_of(chunk), item.tokens_of(chunk), item.head); };
+  const int chunks = __shfl_sync(~0u, item.chunks(), 0);  // the same in all lanes, as the compiler now sees
+  Ring<Config::kStages> ring;
+  Gates next = gates(0);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    next.put(making.of_tokens);
+    next = gates(chunk + 1);
+    __syncwarp();
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    ptx::fence_proxy_async();
+    auto& stage = shared.stages[ring.slot];
+    make<true, false>(p, stage.keys, stage.queries, making.of_tokens, making.inverting, stage, barriers);
+    ptx::fence_proxy_async();
+    barriers.sync();
+    if (maker() == 0) ptx::mbarrier_arrive(&shared.made[ring.slot]);
+    ring.advance();
   }
 }
 // ---- gdn/prefill_item ------------------------------------------------------
@@ -532,237 +1512,10 @@ template <typename In, int kRows, int kCount, int kThreads> class Source {
   const int64 step_;
 };
 
-// ---- gdn/swizzle -----------------------------------------------------------
-// 64 rows of 128 bytes, whose pieces of 16 bytes are where the 128-byte swizzle has them.
-template <typename In> struct alignas(1024) Swizzled {
-  In rows[kChunk][kChunk];
-  __device__ __forceinline__ uint32 at(int row, int column) {
-    return ptx::shared_address(&rows[row][(column / 8 ^ row % 8) * 8]);
-  }
-};
-// ---- partials/fence_proxy --------------------------------------------------
-namespace ptx {
-// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
-// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
-// returns at once.
-using Barrier = uint64;
-
-namespace ptx {
-__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
-// Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
-  uint32 done = 0;
-  while (!done)
-    asm volatile("{\n"
-                 "  .reg .pred p;\n"
-                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "  selp.u32 %0, 1, 0, p;\n"
-                 "}"
-                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
-// in whole warps.
-namespace ptx {
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-// Arrives, and waits for the others.
-__device__ __forceinline__ void barrier_sync(int i, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/warpgroup ----------------------------------------------------
-// Warpgroups: the order of their matrix products, and the number of their registers.
-namespace ptx {
-// To be called before the first product, and whenever registers of a product were written.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of products are complete.
-template <int kAllowed>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
-}
-
-// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
-template <int N> __device__ __forceinline__ void registers_fewer() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> __device__ __forceinline__ void registers_more() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
-__device__ __forceinline__ uint32 thread_index() {
-  uint32 i;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-  return i;
-}
-}  // namespace ptx
-
-// ---- gdn/wgmma -------------------------------------------------------------
-// Matrix products of warpgroups with their left operand in registers.
-namespace ptx {
-// The descriptor of a matrix of 16-bit floats in rows of 128 bytes with the 128-byte swizzle, in blocks of 64 columns
-// that are `across` bytes apart. It is in units of 16 bytes.
-__device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
-  return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
-}
-// d += a b of 64 x 16 by 16 x 8 N. The rows of b's matrix are columns of the product, and 16 of its columns are taken;
-// or with kDepth they are its depth, and 16 of them are. With g = lane / 4 and c = lane % 4, warp w of a warpgroup has
-// in a rows 16 w + g and + 8 of columns 2 c and the next, then of columns 2 c + 8 and the next; and in d[n][i] row
-// 16 w + g + i / 2 * 8, column 8 n + 2 c + i % 2. Neither may be accessed before a wait.
-template <typename In, bool kDepth, int N> __device__ void wgmma(float (&d)[N][4], uint4 a, uint64 b);
-template <> __device__ __forceinline__ void wgmma<bf16, 0, 8>(
-    float (&d)[8][4], uint4 a, uint64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
-               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
-               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
-               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
-template <> __device__ __forceinline__ void wgmma<bf16, 1, 8>(
-    float (&d)[8][4], uint4 a, uint64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
-               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
-               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
-               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
-template <> __device__ __forceinline__ void wgmma<bf16, 1, 16>(
-    float (&d)[16][4], uint4 a, uint64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
-               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
-               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
-               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               , "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
-               , "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])
-               , "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3])
-               , "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
-               , "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3])
-               , "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3])
-               , "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3])
-               , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
-template <> __device__ __forceinline__ void wgmma<f16, 0, 8>(
-    float (&d)[8][4], uint4 a, uint64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
-               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
-               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
-               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
-template <> __device__ __forceinline__ void wgmma<f16, 1, 8>(
-    float (&d)[8][4], uint4 a, uint64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
-               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
-               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
-               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
-template <> __device__ __forceinline__ void wgmma<f16, 1, 16>(
-    float (&d)[16][4], uint4 a, uint64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
-               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
-               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
-               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-               , "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
-               , "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])
-               , "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3])
-               , "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
-               , "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3])
-               , "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3])
-               , "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3])
-               , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
-// Arrives at a barrier once this thread's copies are complete.
-__device__ __forceinline__ void copy_async_arrive(Barrier* b) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
-}
-// Waits for all but the last kAllowed groups of products, before the sums in d are read.
-template <int kAllowed, int N> __device__ __forceinline__ void wgmma_wait_for(float (&d)[N][4]) {
-  wgmma_wait<kAllowed>();
-#pragma unroll
-  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
-}
-}  // namespace ptx
 // ---- gdn/prefill_producer --------------------------------------------------
 // The warpgroup that copies what consumers of a chunk take, into a ring of stages. Config: types In, Item, Operands and
-// Shared, dimensions, kTileV rows of a CTA, and kAlone: no outputs, and tiles without values.
+// Shared, dimensions, kTileV rows of a CTA, kAlone: no outputs, and tiles without values; kFused: the products are made
+// here.
 constexpr int kGroup  = 128;  // threads of a warpgroup
 constexpr int kStages = 3;
 
@@ -782,14 +1535,15 @@ template <class Config> class Copies {
   template <class Stage> __device__ __forceinline__ void next(Stage& to, int tokens) {
     keys_.copy(tokens, [&](int row, int column) { return to.keys[column / kChunk].at(row, column % kChunk); });
     if (!Config::kAlone || has_values_) values_.copy(to.values, tokens);
-    copy_lower(products_->solve, to.solve);
+    if constexpr (!Config::kFused) copy_lower(products_->solve, to.solve);
     if constexpr (!Config::kAlone) {
       queries_.copy(tokens, [&](int row, int column) { return to.queries[column / kChunk].at(row, column % kChunk); });
-      copy_lower(products_->attend, to.attend);
+      if constexpr (!Config::kFused) copy_lower(products_->attend, to.attend);
     }
+    if constexpr (Config::kFused) return;
     constexpr int kPieces = sizeof(to.factors) / 16;
     if (thread() < kPieces) {
-      ptx::copy_async(ptx::shared_address(&to.factors) + thread() * 16, &products_->state_factor[thread() * 4]);
+      ptx::copy_async(ptx::shared_address(&to.factors) + thread() * 16, &products_->factors.state[thread() * 4]);
     }
     products_ += step_;
   }
@@ -848,31 +1602,46 @@ __device__ __forceinline__ void produce(
   }
   ptx::copy_async_wait();
 }
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
+// ---- gdn/prefill_rows ------------------------------------------------------
+// Products of a warpgroup's rows. With g = lane / 4 and c = lane % 4, element i of block n has row g + i / 2 * 8 and
+// column 8 n + 2 c + i % 2.
+using Tokens = float[kChunk / 8][4];  // columns are tokens
 
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+// A left operand of 16 columns: two blocks.
+template <typename In> __device__ __forceinline__ uint4 to_left(const float (&x)[4], const float (&y)[4]) {
+  return {to_pair<In>(x[0], x[1]), to_pair<In>(x[2], x[3]), to_pair<In>(y[0], y[1]), to_pair<In>(y[2], y[3])};
 }
 
+// The factors of tokens in a lane's columns.
+struct TokenFactors {
+  float2 of[kChunk / 8];
+  __device__ __forceinline__ explicit TokenFactors(const float (&factors)[kChunk]) {
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+      of[n] = *reinterpret_cast<const float2*>(&factors[8 * n + threadIdx.x % 4 * 2]);
+    }
+  }
+  __device__ __forceinline__ float operator()(int n, int i) const { return i % 2 ? of[n].y : of[n].x; }
+};
+__device__ __forceinline__ void multiply(Tokens& x, const TokenFactors& factors) {
+#pragma unroll
+  for (int i = 0; i < 4 * (kChunk / 8); ++i) x[i / 4][i % 4] *= factors(i / 4, i);
+}
+
+// Starts x = left rows^T or, with kAdd, x += that, for kCount left operands of 16 columns and the rows of k, q or a
+// square.
+template <bool kAdd, typename In, int kCount>
+__device__ __forceinline__ void start_rows(Tokens& x, const uint4 (&left)[kCount], Swizzled<In>* rows) {
+  const uint64 right = ptx::wgmma_matrix(ptx::shared_address(rows), sizeof(*rows));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const uint64 columns = right + k / kBlocks * (sizeof(*rows) / 16) + k % kBlocks * 2;
+    if (kAdd || k > 0) ptx::wgmma<In, false, true>(x, left[k], columns);
+    else ptx::wgmma<In, false, false>(x, left[k], columns);
+  }
+  ptx::wgmma_commit();
+}
 // ---- gdn/prefill_states ----------------------------------------------------
 // Moves a warp's part of a state, 16 kTiles rows of kBlocks blocks of eight columns, between memory and registers. With
 // g = lane / 4 and c = lane % 4, h[i][n] has rows 16 i + g and 16 i + g + 8 and columns 8 n + 2 c and the next.
@@ -922,15 +1691,17 @@ constexpr int  kValueDim = 128;  // V
 constexpr int  kTileV    = 64;  // rows of a CTA
 constexpr bool kDivided  = true;  // a CTA has a part of a sequence
 constexpr bool kAlone    = false;  // from no state, and without outputs
+constexpr bool kFused    = false;
 
 constexpr int  kRows      = 64;  // of a consumer
 constexpr int  kConsumers = kTileV / kRows;
 constexpr bool kApart     = !kAlone && kConsumers == 1;  // outputs are another warpgroup's work
 constexpr int  kUsers     = kConsumers + (kApart ? 1 : 0);  // warpgroups that take what is copied
-constexpr int  kThreads   = (kUsers + 1) * kGroup;
+constexpr int  kProducer  = kUsers + (kFused ? 1 : 0);  // the last warpgroup
+constexpr int  kThreads   = (kProducer + 1) * kGroup;
 constexpr int  kValueRow  = kTileV + 8;  // elements of a row of values in shared memory
 // Registers of a thread where there are too few for all to have the same.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = kFused ? 24 : 40, kMakerRegisters = 104, kConsumerRegisters = kFused ? 192 : 232;
 
 struct Operands {
   const In* q;
@@ -964,6 +1735,10 @@ struct Operands {
   uint8* part_states;
   int64 part_chunks;
   int64 sequences;
+  const float* g;
+  const float* beta;
+  float scale;
+  bool l2norm;
 };
 using Item = PartItem<In, kHeadDim, kValueDim, kTileV, kDivided, kAlone>;
 
@@ -971,14 +1746,11 @@ using Item = PartItem<In, kHeadDim, kValueDim, kTileV, kDivided, kAlone>;
 using Square = Swizzled<In>;
 using Wide   = Square[kHeadDim / kChunk];  // rows of kHeadDim elements, in blocks of columns
 
-struct Factors {
-  float state[kChunk], end[kChunk], query[kChunk], decay[4];
-};
 struct Stage {
   Wide    keys, queries;  // zero beyond the last token, like values
   Square  solve, attend;  // zero above the diagonal
   In      values[kChunk][kValueRow];
-  Factors factors;
+  ChunkFactors factors;
 };
 // What a consumer leaves to the warpgroup of the outputs: left operands of a chunk, each thread's in its place. Where
 // there is none, names that are not used.
@@ -990,8 +1762,10 @@ template <bool kIs> struct Between {
 template <> struct Between<false> { Left* left; Barrier *full, *empty; };
 struct Shared {
   Stage   stages[kStages];
-  Barrier full[kStages], empty[kStages];
+  Barrier full[kStages], made[kStages], empty[kStages];
   Between<kApart> between;
+  Making<kFused>  making;
+  Item            item;
 };
 static_assert(sizeof(Shared) == 228352, "the launch counts on it");
 
@@ -1001,51 +1775,21 @@ struct Config {
   using Operands = ::Operands;
   using Shared = ::Shared;
   static constexpr int  kHeadDim = ::kHeadDim, kValueDim = ::kValueDim, kTileV = ::kTileV;
-  static constexpr bool kAlone = ::kAlone;
+  static constexpr bool kAlone = ::kAlone, kFused = ::kFused;
+  static constexpr int  kMakerBarrier = 1 + kConsumers, kStages = ::kStages;
 };
 
 // A chunk is there, and the tensor cores see it.
 __device__ __forceinline__ Stage& wait_for(Shared& shared, const Ring<kStages>& ring) {
-  ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+  ptx::mbarrier_wait(&(kFused ? shared.made : shared.full)[ring.slot], ring.parity);
   ptx::fence_proxy_async();
   return shared.stages[ring.slot];
 }
 
 // ---- products --------------------------------------------------------------
-// With g = lane / 4 and c = lane % 4, element i of block n has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
-using State  = float[kHeadDim / 8][4];  // rows of it; columns are its K index
-using Rows   = State[1];
-using Tokens = float[kChunk / 8][4];       // columns are tokens
+using State = float[kHeadDim / 8][4];  // rows of it; columns are its K index
+using Rows  = State[1];
 constexpr int kSteps = kHeadDim / 16;
-
-// A left operand of 16 columns: two blocks.
-__device__ __forceinline__ uint4 to_left(const float (&x)[4], const float (&y)[4]) {
-  return {to_pair<In>(x[0], x[1]), to_pair<In>(x[2], x[3]), to_pair<In>(y[0], y[1]), to_pair<In>(y[2], y[3])};
-}
-
-// The factors of tokens in a lane's columns.
-struct TokenFactors {
-  float2 of[kChunk / 8];
-  __device__ __forceinline__ explicit TokenFactors(const float (&factors)[kChunk]) {
-#pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
-      of[n] = *reinterpret_cast<const float2*>(&factors[8 * n + threadIdx.x % 4 * 2]);
-    }
-  }
-  __device__ __forceinline__ float operator()(int n, int i) const { return i % 2 ? of[n].y : of[n].x; }
-};
-
-// Starts x = left rows^T or x += that, for kCount left operands of 16 columns and the rows of k, q or a square.
-template <int kCount>
-__device__ __forceinline__ void start_rows(Tokens& x, const uint4 (&left)[kCount], Square* rows) {
-  const uint64 right = ptx::wgmma_matrix(ptx::shared_address(rows), sizeof(Square));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    ptx::wgmma<In, false>(x, left[k], right + k / kBlocks * (sizeof(Square) / 16) + k % kBlocks * 2);
-  }
-  ptx::wgmma_commit();
-}
 
 // ---- a consumer ------------------------------------------------------------
 class Consumer {
@@ -1113,12 +1857,12 @@ class Consumer {
         for (int j = 0; j < kBlocks; ++j) updates[j] = left.updates[j][threadIdx.x % kGroup];
         arrive(between.empty[turn_.slot]);
         Stage& stage = wait_for(shared_, ring_);
-        Tokens out = {};
-        start_rows(out, state, stage.queries);
+        Tokens out;
+        start_rows<false>(out, state, stage.queries);
         const TokenFactors queries(stage.factors.query);
         ptx::wgmma_wait_for<0>(out);
         multiply(out, queries);
-        start_rows(out, updates, &stage.attend);
+        start_rows<true>(out, updates, &stage.attend);
         ptx::wgmma_wait_for<0>(out);
         arrive(shared_.empty[ring_.slot]);
         store_outputs(out);
@@ -1136,35 +1880,33 @@ class Consumer {
   template <bool kFirst> __device__ __forceinline__ void open(State& h, Tokens& u, Tokens& out) {
     uint4 left[kSteps], rest[kBlocks];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) left[k] = to_left(h[2 * k], h[2 * k + 1]);
+    for (int k = 0; k < kSteps; ++k) left[k] = to_left<In>(h[2 * k], h[2 * k + 1]);
     if constexpr (!kFirst) ring_.advance();
     Stage& stage = wait_for(shared_, ring_);
-    const Factors& factors = stage.factors;
-    Tokens x = {};
-    start_rows(x, left, stage.keys);
-    if constexpr (!kFirst) {
+    const ChunkFactors& factors = stage.factors;
+    if constexpr (!kFirst && kFused) {
+      ptx::wgmma_wait_for<0>(out);
+      store_outputs(out);
+      release();
+    }
+    Tokens x;
+    start_rows<false>(x, left, stage.keys);
+    if constexpr (!kFirst && !kFused) {
       if constexpr (kOutputs) {
         ptx::wgmma_wait_for<1>(out);
         store_outputs(out);
       }
       release();
     }
-    if constexpr (kOutputs) {
-#pragma unroll
-      for (int i = 0; i < 4 * (kChunk / 8); ++i) out[i / 4][i % 4] = 0.0f;
-      start_rows(out, left, stage.queries);
-    }
+    if constexpr (kOutputs) start_rows<false>(out, left, stage.queries);
     pass_turn();
     const float decay = factors.decay[0];
 #pragma unroll
     for (int i = 0; i < 4 * (kHeadDim / 8); ++i) h[i / 4][i % 4] *= decay;
-    load_values(stage.values, rest);
-    const TokenFactors states(factors.state);
-    ptx::wgmma_wait_for<kBeside>(x);
-    subtract(rest, x, states);
-#pragma unroll
-    for (int i = 0; i < 4 * (kChunk / 8); ++i) u[i / 4][i % 4] = 0.0f;
-    start_rows(u, rest, &stage.solve);
+    ptx::wgmma_wait_for<kFused ? 0 : kBeside>(x);
+    if constexpr (kFused) ptx::wgmma_wait_for<0>(out);
+    subtract(rest, stage, x);
+    start_rows<false>(u, rest, &stage.solve);
     if constexpr (kApart) {
       if constexpr (!kFirst) turn_.advance();
       ptx::mbarrier_wait(&shared_.between.empty[turn_.slot], turn_.parity ^ 1);
@@ -1172,9 +1914,8 @@ class Consumer {
       for (int k = 0; k < kSteps; ++k) shared_.between.left[turn_.slot].state[k][threadIdx.x] = left[k];
     }
     if constexpr (kOutputs) {
-      const TokenFactors queries(factors.query);
-      ptx::wgmma_wait_for<1>(out);
-      multiply(out, queries);
+      if constexpr (!kFused) ptx::wgmma_wait_for<1>(out);
+      multiply(out, TokenFactors(factors.query));
     }
     ptx::wgmma_wait_for<0>(u);
   }
@@ -1184,16 +1925,16 @@ class Consumer {
     Stage& stage = shared_.stages[ring_.slot];
     uint4 updates[kBlocks], end[kBlocks];
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) updates[j] = to_left(u[2 * j], u[2 * j + 1]);
+    for (int j = 0; j < kBlocks; ++j) updates[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
     multiply(u, TokenFactors(stage.factors.end));
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) end[j] = to_left(u[2 * j], u[2 * j + 1]);
+    for (int j = 0; j < kBlocks; ++j) end[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
     const uint64 keys = ptx::wgmma_matrix(ptx::shared_address(stage.keys), sizeof(Square));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) ptx::wgmma<In, true>(h, end[j], keys + j * (kBlock * 128 / 16));
+    for (int j = 0; j < kBlocks; ++j) ptx::wgmma<In, true, true>(h, end[j], keys + j * (kBlock * 128 / 16));
     ptx::wgmma_commit();
-    if constexpr (kOutputs) start_rows(out, updates, &stage.attend);
+    if constexpr (kOutputs) start_rows<true>(out, updates, &stage.attend);
     if constexpr (kApart) {
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) shared_.between.left[turn_.slot].updates[j][threadIdx.x] = updates[j];
@@ -1227,32 +1968,27 @@ class Consumer {
     if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(&barrier);
   }
 
-  // The warp's 16 rows of values; operand j has tokens 16 j to 16 j + 15 as columns.
-  __device__ __forceinline__ void load_values(const In (&values)[kChunk][kValueRow], uint4 (&v)[kBlocks]) const {
+  // rest = v - state x, of the warp's 16 rows; operand j has tokens 16 j to 16 j + 15 as columns. Values and factors
+  // are loaded where they are used, as registers are few.
+  __device__ __forceinline__ void subtract(uint4 (&rest)[kBlocks], const Stage& stage, const Tokens& x) const {
     const int lane = threadIdx.x % kWarp;
-    const uint32 at = ptx::shared_address(&values[lane % 8 + lane / 16 * 8][first_ + lane / 8 % 2 * 8]);
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) v[j] = ptx::load_matrices_transposed(at + kBlock * j * kValueRow * 2);
-  }
-
-  static __device__ __forceinline__ void multiply(Tokens& x, const TokenFactors& factors) {
-#pragma unroll
-    for (int i = 0; i < 4 * (kChunk / 8); ++i) x[i / 4][i % 4] *= factors(i / 4, i);
-  }
-
-  // v becomes v - factors x
-  static __device__ __forceinline__ void subtract(uint4 (&v)[kBlocks], const Tokens& x, const TokenFactors& factors) {
+    const uint32 at = ptx::shared_address(&stage.values[lane % 8 + lane / 16 * 8][first_ + lane / 8 % 2 * 8]);
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      const uint32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-      float rest[2][4];
+      const uint4  v = ptx::load_matrices_transposed(at + kBlock * j * kValueRow * 2);
+      const uint32 words[4] = {v.x, v.y, v.z, v.w};
+      float difference[2][4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int n = 2 * j + i / 4;
-        const float value = i % 2 ? high<In>(words[i / 2]) : low<In>(words[i / 2]);
-        rest[i / 4][i % 4] = fmaf(-factors(n, i), x[n][i % 4], value);
+      for (int half = 0; half < 2; ++half) {
+        const int n = 2 * j + half;
+        const float2 factor = *reinterpret_cast<const float2*>(&stage.factors.state[8 * n + lane % 4 * 2]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32 word = words[2 * half + i / 2];
+          difference[half][i] = fmaf(i % 2 ? -factor.y : -factor.x, x[n][i], i % 2 ? high<In>(word) : low<In>(word));
+        }
       }
-      v[j] = to_left(rest[0], rest[1]);
+      rest[j] = to_left<In>(difference[0], difference[1]);
     }
   }
 
@@ -1313,25 +2049,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_wgmma(
     int64 start_bytes,                           // 4 or 8
     uint8* __restrict__ part_states,             // [places of parts, heads, V + K, K] float32, of parts
     int64 part_chunks,                           // of a part
-    int64 sequences
+    int64 sequences,
+    const float* __restrict__ g,                 // [tokens, heads], decays; null: 1
+    const float* __restrict__ beta,              // [tokens, heads]; null: 1
+    float scale,                                 // of q
+    int64 l2norm                                 // 0: q and k as they are
+
 ) {
   extern __shared__ __align__(1024) uint8 dynamic[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic);
   const Operands p = {q, k, v, products, cu_seqlens, initial_state, final_state, slots, checkpoints, checkpoint_starts,
       out, cu_seqlens_bytes, tokens, uint32(heads), int(q_ratio), int(k_ratio), int(v_ratio), q_stride,
       k_stride, v_stride, int(state_bytes), pool, int(slot_bytes), initial_stride, final_stride,
-      checkpoint_every, checkpoint_count, int(start_bytes), part_states, part_chunks, sequences};
+      checkpoint_every, checkpoint_count, int(start_bytes), part_states, part_chunks, sequences, g, beta,
+      scale, bool(l2norm)};
   const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0);  // the same in all lanes, as the compiler now sees
 
   if (threadIdx.x == 0) {
     for (Barrier& full : shared.full) ptx::mbarrier_init(&full, kGroup);
+    for (Barrier& made : shared.made) ptx::mbarrier_init(&made, 1);
     for (Barrier& empty : shared.empty) ptx::mbarrier_init(&empty, kUsers * kGroup / kWarp);
     if constexpr (kApart) {
       for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.between.full[i], kGroup / kWarp);
       for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.between.empty[i], kGroup / kWarp);
     }
   }
-  if (group == kUsers) clear_stages<Config>(shared);
+  if (group == kProducer) clear_stages<Config>(shared);
   __syncthreads();
   ptx::griddep_wait();
   const Item item(p);
@@ -1339,12 +2082,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_wgmma(
   const int64 slot = kAlone ? 0 : item.slot(p);
   ptx::griddep_launch();
   if (!kAlone && uint64(slot) >= uint64(p.pool)) return item.clear_outputs(p, threadIdx.x, kThreads);
-  if (group == kUsers) {
+  if constexpr (kFused) {  // consumers read it there, as registers are few
+    if (threadIdx.x == 0) shared.item = item;
+    __syncthreads();
+  }
+  if (group == kProducer) {
     if constexpr (kUsers > 1) ptx::registers_fewer<kProducerRegisters>();
     produce<Config>(p, item, shared);
+  } else if (kFused && group == kUsers) {
+    ptx::registers_fewer<kMakerRegisters>();
+    if constexpr (kFused) make_chunks<Config>(p, item, shared);
   } else {
     if constexpr (kUsers > 1) ptx::registers_more<kConsumerRegisters>();
-    if (group < kConsumers) Consumer(p, item, shared, group).consume(slot);
+    if (group < kConsumers) Consumer(p, kFused ? shared.item : item, shared, group).consume(slot);
     else Consumer(p, item, shared, 0).attend();
   }
 }
