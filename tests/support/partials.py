@@ -82,8 +82,9 @@ USES: dict[str, tuple[str, str]] = {
     "gdn/wgmma.cuh.j2": (
         "sm_90a",
         "__global__ void run(float (&x)[8][4], float (&y)[16][4], uint4 a) {\n"
-        "  ptx::wgmma<bf16, false>(x, a, ptx::wgmma_matrix(0, 8192));\n"
-        "  ptx::wgmma<f16, true>(y, a, 0), ptx::wgmma_wait_for<1>(x), ptx::wgmma_wait_for<0>(y);\n"
+        "  ptx::wgmma<bf16, false, false>(x, a, ptx::wgmma_matrix(0, 8192));\n"
+        "  ptx::wgmma<f16, true, true>(y, a, 0), ptx::wgmma_shared<f16, true>(x, 0, 0);\n"
+        "  ptx::wgmma_wait_for<1>(x), ptx::wgmma_wait_for<0>(y);\n"
         "  ptx::copy_async_arrive(nullptr);\n}\n",
     ),
     "gdn/lanes.cuh.j2": ("sm_90a", GDN),
