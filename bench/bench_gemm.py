@@ -331,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     parser.add_argument("--part", choices=("cases", "search", "tuner", "choose"), default="cases")
+    parser.add_argument("--rows", type=int, nargs="+", help="other numbers of rows for a search")
     parser.add_argument("--seconds", type=float, default=60.0, help="the most that a search may take")
     options = parser.parse_args()
     if options.part == "choose":
@@ -338,7 +339,7 @@ def main() -> None:
         return
     arch = target_of(torch.empty(1, device="cuda")).arch
     if options.part == "search":
-        found = search(NARROW, SEARCHED_ROWS, arch, options.seconds)
+        found = search(NARROW, options.rows or SEARCHED_ROWS, arch, options.seconds)
         write_results(options.out / "gemm_search", list(found), stamp())
         return
     if options.part == "tuner":

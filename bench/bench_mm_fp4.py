@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -154,10 +154,10 @@ def times_of(case: Fp4Problem, arch: Arch) -> tuple[dict[PortableTactic | WideTa
     return times | dict(zip(fast, again, strict=True)), reference
 
 
-def search(arch: Arch, seconds: float) -> Iterator[Row]:
+def search(rows: Sequence[int], arch: Arch, seconds: float) -> Iterator[Row]:
     """The searched tactics for every layer, until the time is over; a case is measured whole."""
     end = time.monotonic() + seconds
-    for m in SEARCHED_ROWS:
+    for m in rows:
         for n, k in LAYERS:
             if time.monotonic() > end:
                 print(f"no time is left for m, n, k = {m}, {n}, {k}")
@@ -189,10 +189,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     parser.add_argument("--part", choices=("cases", "kernels", "search"), default="cases")
+    parser.add_argument("--rows", type=int, nargs="+", help="other numbers of rows for a search")
     parser.add_argument("--seconds", type=float, default=400.0, help="the most that measuring tactics may take")
     options = parser.parse_args()
     if options.part == "search":
-        found = search(target_of(torch.empty(1, device="cuda")).arch, options.seconds)
+        found = search(options.rows or SEARCHED_ROWS, target_of(torch.empty(1, device="cuda")).arch, options.seconds)
         write_results(options.out / "mm_fp4_search", list(found), stamp())
         return
     if options.part == "kernels":

@@ -45,6 +45,9 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(32, 2, divided=True), 40, 264, 416, NVFP4, BF16, F16),
     (WideTactic(16, 1, 2, ctas=2), 12, 72, 416, NVFP4, BF16, BF16),
     (WideTactic(32, 2, cluster=2, common=True), 40, 200, 544, MXFP4, BF16, F16),
+    # rounds of slots, and steps before and after them
+    (WideTactic(64, 4, cluster=2, common=True), 40, 456, 1440, NVFP4, BF16, BF16),
+    (WideTactic(64, 2, 2), 40, 72, 1440, NVFP4, BF16, BF16),
 )
 
 

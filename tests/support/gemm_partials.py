@@ -67,7 +67,7 @@ struct Shared {
   uint8   x[4][2 * 32 * 128], weight[4][2][4608];
   Barrier full[4], empty[4];
 };
-template struct StepConsumer<Shared, Weight, 32, 2>;
+template struct StepConsumer<Shared, Weight, 32, 1, 2>;
 """
 WIDE_FP8 = """
 struct Shared {
