@@ -25,7 +25,6 @@ def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
     yield Row(WgmmaTactic(64), {"states": _HALF})
     yield Row(WgmmaTactic(128), {"many_and_long": False})
     yield Row(WgmmaTactic(128, fused=True))
-    yield Row(WgmmaTactic(128))  # where the products do not fit beside the rest
     yield Row(WgmmaTactic(64))
     for stages in (3, 2, 1):  # fewer, where they do not fit
         yield Row(PrefillTactic(16, stages), {"states": _FEWEST})

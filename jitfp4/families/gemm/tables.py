@@ -15,7 +15,7 @@ from jitfp4.narrow import TILE_MS
 from jitfp4.selection import Row, Table, rows
 from jitfp4.weight import TILE_ROWS
 
-_MOST_NARROW = 16  # rows of x
+_MOST_NARROW = 8  # rows of x
 _IN_A_STEP = "h200/step_search.csv"
 
 TABLE = Table(
@@ -62,12 +62,24 @@ TABLE = Table(
     measured="h200/gemm_search.csv",
 )
 
-# The rows of TABLE for up to 16 rows of x; of those with equal conditions, the first.
+# The rows of TABLE for up to 8 rows of x; of those with equal conditions, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-# Other rows of gemm/narrow were read from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(
     (
         *reversed(_narrow.values()),
+        *rows(
+            (NarrowTactic(16, 1, 1, 10, 2, 2), {"tiles_per_sm": 0.25}),
+            (NarrowTactic(16, 1, 1, 10, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
+            (WideTactic(16, 1, 4, 2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(16, 3, 1, 12, 2, 1), {"tiles_per_sm": 0.75}),
+            (NarrowTactic(16, 2, 1, 8, 2, 2), {"tiles_per_sm": 0.9, "k": 2048}),
+            (WideTactic(16, 1, 4), {"tiles_per_sm": 1.0, "k": 8192}),
+            (WideTactic(16, 2, 2, 2), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(16, 5, 2, 6, 2, 1, split=2), {"tiles_per_sm": 1.25}),
+            (WideTactic(16, 4, cluster=2, common=True), {}),
+            (WideTactic(16, 4), {}),  # for one step
+            m=16,
+        ),
         *rows(
             (WideTactic(32, 1, 2, 3), {"tiles_per_sm": 0.25}),
             (WideTactic(32, 1, 2, 2), {"tiles_per_sm": 0.5}),
@@ -124,9 +136,9 @@ HOPPER: Table[Any] = Table(
     elsewhere={NarrowTactic: "h200/gemm_search.csv"},
 )
 
-_LOADS = {  # with wgmma
+_LOADS = {
     8: (0.5,),
-    16: (0.5, 0.95, 6.0),
+    16: (0.25, 0.5, 0.75, 0.95, 1.25, 6.0),
     32: (1.0, 2.0, 8.0),
     64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
     128: (0.25, 0.5, 1.0, 1.3, 2.0),
@@ -150,9 +162,9 @@ def _plain(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, (1, *TILE_MS), loads):
         n = round(load * arch.num_sms) * TILE_ROWS
         yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)
-    if not arch.has_wgmma:
-        return
     for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
+        if m > TILE_MS[-1] and not arch.has_wgmma:
+            continue
         for load in more:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
         for n, k in ((8, 32), (57344, 128), (7168, 2048), (4096, 16384), (8192, 16384)):  # too few columns; few; many
