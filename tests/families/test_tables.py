@@ -251,18 +251,25 @@ def decode_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
         yield problem, {DecodeTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
 
 
-def prefill_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
+def prefill_cases(file: str = "prefill_search") -> Iterator[tuple[AttentionProblem, Measured]]:
     """Of the same with many query tokens."""
     kinds = {kind.__name__: kind for kind in (WgmmaTactic, PrefillTactic)}
-    with (RESULTS / "h200/prefill_search.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    for (cache, heads, kv_heads, order, page, batch, context, q_len), group in cases(lines, 8):
+    with (RESULTS / f"h200/{file}.csv").open(newline="") as opened:
+        lines = [{"head_dim": "128"} | line for line in csv.DictReader(opened)]
+    for (head_dim, cache, heads, kv_heads, order, page, batch, context, q_len), group in cases(lines, 9):
         rows = int(q_len) * int(heads) // int(kv_heads)
         row_blocks = -(-int(batch) * rows // ROW_BLOCK) + 2 * int(batch)
         problem = attention_problem(cache, order, page, batch, kv_heads, context)._replace(
-            rows=min(rows, MANY_ROWS), blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length()
+            head_dim=int(head_dim),
+            rows=min(rows, MANY_ROWS),
+            blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length(),
         )
         yield problem, {prefill_tactic(kinds[line["kernel"]], line["tactic"]): float(line["us"]) for line in group}
+
+
+def prefill_width_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
+    """Of the same by head dimension."""
+    return prefill_cases("prefill_search_widths")
 
 
 def prefill_tactic(kind: type[Any], text: str) -> Any:
@@ -306,6 +313,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (MM_FP8_FP4, fp8_cases, 48, 1.10),
         (ATTENTION, decode_cases, 70, 1.075),  # 1.07 at 256 x 8k in NHD order; elsewhere 1.03
         (ATTENTION, prefill_cases, 39, 1.13),
+        (ATTENTION, prefill_width_cases, 18, 1.08),  # 1.08 for bf16 at 128, which has no pairs of CTAs; elsewhere 1.05
         (RMSNORM, norm_cases, 96, 1.07),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (QUANTIZE, four_over_six_cases, 7, 1.04),
@@ -321,6 +329,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         "mm_fp8_fp4",
         "decode",
         "prefill",
+        "prefill by head dimension",
         "norm",
         "quantize",
         "4over6",

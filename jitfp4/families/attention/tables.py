@@ -104,10 +104,14 @@ _ROWS: tuple[Row[Any], ...] = (
     Row(DecodeTactic(2, 2, 1)),
     Row(DecodeTactic(1, 2, 1)),
     *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
-    # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
+    # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, prefill_search_widths.csv for 64 and 256
     *rows(
-        (WgmmaTactic(stages=4, turns=True), {"width": 64, "rows": 2 * ROW_BLOCK}),
-        *((WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 64, "cache": cache}) for cache in _DECODED),
+        (WgmmaTactic(stages=4, turns=True), {"width": 64, "rows": _SOME_ROWS}),
+        *(
+            (WgmmaTactic(3, 1, 64, 3, turns=True), {"width": 64, "cache": cache, "tiles": _FEW_TILES})
+            for cache in _DECODED
+        ),
+        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 64, "cache": CacheFormat.NVFP4}),
         (WgmmaTactic(3, 1, 64, 4, turns=True), {"width": 64}),
         (WgmmaTactic(2, 1, 128, 2, turns=True), {"width": 128, "cache": CacheFormat.E4M3, "rows": 2 * ROW_BLOCK}),
         (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.E4M3, "rows": _SOME_ROWS}),
@@ -121,8 +125,8 @@ _ROWS: tuple[Row[Any], ...] = (
         (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "cache": CacheFormat.NVFP4, "tiles": _FEW_TILES}),
         (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": CacheFormat.NVFP4}),
         (WgmmaTactic(3, 1, 64, 3, turns=True), {"width": 128}),
-        *((WgmmaTactic(tile=64, ctas=2), {"cache": cache}) for cache in _DECODED),
-        (WgmmaTactic(tile=64, turns=True, ctas=2), {}),
+        *((WgmmaTactic(tile=64, turns=True, ctas=2), {"cache": cache}) for cache in _DECODED),
+        (WgmmaTactic(tile=64), {}),
         rows=MANY_ROWS,
     ),
     # Many query rows, mma.sync: by model, not measured
@@ -201,8 +205,8 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, head_dim=256)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=64)
-    for cache, head_dim in itertools.product(CacheFormat, (64, 256)):
-        yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=head_dim, cache=cache)
+    for cache, head_dim, load in itertools.product(CacheFormat, (64, 256), (loads[0], loads[3])):
+        yield _problem(arch, Pages.HALVES, *load, rows=most, head_dim=head_dim, cache=cache)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, packed=False)
     for cache, rows_ in itertools.product(CacheFormat, (2 * ROW_BLOCK, _SOME_ROWS, most)):

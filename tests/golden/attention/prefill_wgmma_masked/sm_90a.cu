@@ -1,5 +1,5 @@
 // attention_prefill_wgmma_masked, generated from templates/attention/prefill_wgmma_masked.cu.j2
-// spec: {"cache":"nvfp4","ctas":2,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","soft_cap":false,"stages":2,"teams":2,"tile":64,"turns":false,"two_tables":false}
+// spec: {"cache":"nvfp4","ctas":2,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","soft_cap":false,"stages":2,"teams":2,"tile":64,"turns":true,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
@@ -1936,7 +1936,7 @@ struct Config {
   static constexpr int  kTile        = 64;   // tokens
   static constexpr int  kTeams       = 2;  // consumer warpgroups
   static constexpr int  kStages      = 2;  // tiles of K, and of V, in shared memory
-  static constexpr bool kTurns       = false;  // teams start their products in turn
+  static constexpr bool kTurns       = true;  // teams start their products in turn
   static constexpr int  kProducers   = 1;  // producer warpgroups
   static constexpr int  kClusterCtas        = 2;  // of a cluster
 
