@@ -713,7 +713,7 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 // codes that were loaded half a step before.
 //
 // kRound slots in a row, the first of the ring being the first, are one body of a loop: their addresses need no
-// instructions, which else take a seventh of the time.
+// instructions, which else take up to a ninth of the time.
 namespace ptx {
 // Arrives at a barrier, by its address in the cluster.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32 address) {
