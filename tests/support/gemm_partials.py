@@ -45,10 +45,10 @@ __global__ void run(float (&sums)[1][2][4], Chunk& a, Place& place) {
 WIDE = """
 struct Weight { static __device__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {} };
 struct Shared {
-  uint8   x[4][32 * 128], weight[3][2][4608];
+  uint8   x[4][16 * 128], weight[3][2][4608];
   Barrier full[4], empty[4], weight_full[3], weight_empty[3];
 };
-template struct Consumer<Shared, Weight, 32, 1, 1>;
+template struct Consumer<Shared, Weight, 16, 1, 1>;
 """
 WIDE_SCHEDULE = """
 struct Config {
@@ -64,10 +64,10 @@ struct Weight {
   static __device__ void decode(Fragments& a, const Codes& of) {}
 };
 struct Shared {
-  uint8   x[4][2 * 32 * 128], weight[4][2][4608];
+  uint8   x[4][2 * 16 * 128], weight[4][2][4608];
   Barrier full[4], empty[4];
 };
-template struct StepConsumer<Shared, Weight, 32, 1, 2>;
+template struct StepConsumer<Shared, Weight, 16, 1, 2>;
 """
 WIDE_FP8 = """
 struct Shared {
