@@ -106,7 +106,7 @@ def test_attention_of_every_step(arch: str, shape: tuple[int, int, int, int]) ->
         batch, longest = draw.randint(1, min(64, 4096 // q_len)), 1 << draw.randint(0, 15)
         steps.append(ATTENTION.problem(call(**sizes, batch=batch, q_len=q_len, longest=longest)))
     assert set(warmup.needed(ATTENTION, steps, Arch.of(arch))) <= listed
-    assert len(listed) < 24
+    assert len(listed) <= 24
 
 
 def test_appends_of_every_number_of_tokens() -> None:

@@ -100,7 +100,7 @@ def test_every_tactic_is_legal_with_its_spec_or_rejected_with_a_reason(operation
 def test_what_selected_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "tactics", "mm_bf16_fp4", "--problem", PROBLEM, "--arch", "sm_90a"
     by = document(*command)["by"]
-    assert re.fullmatch(r"table: row 11 of \d+, read from bench/results/h200/gemm_search.csv", by)
+    assert re.fullmatch(r"table: row 13 of \d+, read from bench/results/h200/gemm_wide_search.csv", by)
     wide = document("tactics", "mm_bf16_fp4", "--problem", "m=512,n=8192,k=8192", "--arch", "sm_90a")["by"]
     assert wide.endswith("read from bench/results/h200/gemm_wide_search.csv")
     tuned = NarrowTactic(16, 4, 2, 4, 2, 2)

@@ -113,8 +113,8 @@ _WIDE: tuple[Row[Any], ...] = (
     Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
     Row(WideTactic(256, 64, 2, 2)),
 )
-# Not searched (h200/experts_fp8.csv has the times of these rows): tensor cores take half as long, and the weight becomes E4M3
-# at a higher cost
+# Not searched (h200/experts_fp8.csv has the times of these rows): tensor cores take half as long, and the weight
+# becomes E4M3 at a higher cost
 _WIDE_FP8: tuple[Row[Any], ...] = (
     *rows(
         (WideTactic(16, 8, 4), {"item_rows": 16}),
