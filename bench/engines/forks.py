@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 LOGGED = 40  # lines of what failed
+_PR_SET_PDEATHSIG = 1
 _SHOWN = ("RESULT", "READY")
 
 
@@ -48,6 +50,7 @@ def forked(run: Callable[[], None], log: Path, limit: float) -> int:
         os.dup2(target, 1)
         os.dup2(target, 2)
         os.setpgrp()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 9)  # it ends with this process, however that ends
         status = 1
         try:
             run()
@@ -62,8 +65,9 @@ def forked(run: Callable[[], None], log: Path, limit: float) -> int:
         time.sleep(0.05)
     _end(child)  # what it has started
     status = os.waitstatus_to_exitcode(ended[1])
-    lines = [line[:400] for line in log.read_text(errors="replace").splitlines()]
-    shown = [line for line in lines if line.startswith(_SHOWN)] if status == 0 else lines[-LOGGED:]
+    lines = log.read_text(errors="replace").splitlines()
+    failed = [line[:400] for line in lines[-LOGGED:]]
+    shown = [line for line in lines if line.startswith(_SHOWN)] if status == 0 else failed
     print("\n".join([f"{log.stem}: status {status} after {time.monotonic() - begun:.0f} s", *shown]), flush=True)
     return status
 

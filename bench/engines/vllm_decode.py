@@ -17,21 +17,18 @@ same tokens. plugin-kv is right where it is much nearer to own-rounded than both
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.engines.forks import forked
 from bench.engines.models import MODELS, VARIANTS, engine_of, set_environment
 from bench.harness import write_results
 from bench.stamp import stamp
@@ -40,7 +37,6 @@ FEW, MANY, ROUNDS = 32, 160, 2
 FEW_LONG, MANY_LONG = 8, 40
 PROFILED = (8, 40)  # tokens
 KERNELS = 16  # of a profile
-LOGGED = 40  # lines of what failed
 PROMPTS, MORE = (1, 16, 65, 128, 300), 188  # tokens; of the last prompt MORE than a chunk
 FORCED = 24
 PROBED = list(range(77, 128256, 1002))  # tokens whose logits are compared
@@ -54,7 +50,6 @@ PAIRS = (
     ("plugin-2", "plugin"),
     ("plugin-kv-2", "plugin-kv"),
 )
-PR_SET_PDEATHSIG = 1
 EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker")
 Rows = list[dict[str, object]]
 
@@ -207,43 +202,11 @@ def compared(model: str, name: str, folder: Path) -> None:
 
 
 def one(model: str, name: str, options: argparse.Namespace, folder: Path) -> None:
-    """A variant of a model, in its own process."""
+    """A variant of a model, in a process of its own."""
     if options.check:
         torch.save(logits(model, name, options), folder / f"{model} {name}.pt")
     else:
         (folder / f"{model} {name}.json").write_text(json.dumps(measured(model, name, options)))
-
-
-def forked(model: str, name: str, options: argparse.Namespace, folder: Path) -> int:
-    """Run a variant in a fork, its output in a file; returns its exit status, -9 after more than the limit."""
-    log, begun = folder / f"{model} {name}.log", time.monotonic()
-    child = os.fork()
-    if child == 0:
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.setpgrp()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 9)  # it ends with this process, however that ends
-        status = 1
-        try:
-            one(model, name, options, folder)
-            status = 0
-        except BaseException:  # the fork ends here, whatever it was
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(status)
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() - begun > options.limit:
-            os.killpg(child, 9)
-        time.sleep(0.05)
-    with suppress(ProcessLookupError):  # ranks that have not ended yet
-        os.killpg(child, 9)
-    status = os.waitstatus_to_exitcode(ended[1])
-    lines = log.read_text(errors="replace").splitlines()
-    shown = [line for line in lines if line.startswith(("RESULT", "READY"))] if status == 0 else lines[-LOGGED:]
-    took = f"{time.monotonic() - begun:.0f} s"
-    print("\n".join([f"{model} {name}: status {status} after {took}", *shown]), flush=True)
-    return status
 
 
 def write(folder: Path, out: Path, origin: dict[str, object]) -> None:
@@ -278,7 +241,8 @@ def main() -> None:
         folder = Path(made)
         for model in options.model:
             for name in options.variant:
-                if forked(model, name, options, folder):
+                work = partial(one, model, name, options, folder)
+                if forked(work, folder / f"{model} {name}.log", options.limit):
                     failed.append(f"{model} {name}")
                 elif options.check:
                     compared(model, name, folder)

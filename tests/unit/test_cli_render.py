@@ -158,13 +158,11 @@ def test_sources_differ_only_in_the_lines_that_the_spec_renders(kernel: AnyKerne
 
 
 def spec_lines(template: str) -> Iterator[str]:
-    """Patterns of the lines that a template and what it includes fill from the spec, or have for some specs only."""
-    depth = 0
+    """Patterns of the lines that a template and what it includes fill from the spec."""
     for line in (ROOT / "templates" / template).read_text().splitlines():
-        depth += line.count("//% if ") - line.count("//% endif")
         if include := re.search(r'include "(.*?)"', line):
             yield from spec_lines(include[1])
-        elif (depth or "${" in line) and "${arch." not in line:
+        elif "${" in line and "${arch." not in line:
             yield ".*".join(re.escape(part) for part in re.split(r"\$\{.*?\}|//%.*?%//", line))
 
 
