@@ -205,12 +205,12 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], ui
 }  // namespace ptx
 
 // ---- partials/reduce -------------------------------------------------------
-// Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
-// Every lane of a group gets the same bits.
-template <int kLanes, int N>
+// Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
+// then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
+template <int kLanes, int kApart = 1, int N>
 __device__ __forceinline__ void group_sum(float (&x)[N]) {
 #pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
+  for (int distance = kApart; distance < kLanes * kApart; distance *= 2) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
   }

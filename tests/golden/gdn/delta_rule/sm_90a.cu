@@ -6,7 +6,7 @@
 // every lane has its columns of kIlpRows rows. For each token and row, in float32:
 //   h = decay * h;  u = (v - sum(h * k)) * beta;  h = fma(u, k, h);  out = sum(h * q)
 // A lane sums its even and its odd columns, each in ascending order by fma, and adds the two sums. Then the sums of
-// lanes at distance 1, 2, 4 are added.
+// lanes that share a row are added, those at distance 1, 2, 4 or, with [K, V], 4, 8, 16.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -187,12 +187,12 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/reduce -------------------------------------------------------
-// Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
-// Every lane of a group gets the same bits.
-template <int kLanes, int N>
+// Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
+// then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
+template <int kLanes, int kApart = 1, int N>
 __device__ __forceinline__ void group_sum(float (&x)[N]) {
 #pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
+  for (int distance = kApart; distance < kLanes * kApart; distance *= 2) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
   }
@@ -721,6 +721,10 @@ using In = C::In;
 using State = C::State;
 using Rows = C::Rows;
 constexpr int kPassRows = C::kWarps * C::kWarpRows;
+constexpr bool kIsVk = C::kStateLayout == StateLayout::kVk;
+// The distance of lanes that share a row. With [K, V], lanes side by side have neighbouring rows: eight lanes side by
+// side make an access to L1, so they have 64 bytes of two lines, and not 16 of eight.
+constexpr int kApart = kIsVk ? 1 : kWarp / C::kLanes;
 // Warps that an SM must hold at once: they limit a thread to 80 or 96 registers, which measured faster than the number
 // that the compiler chooses. Packed floats need register pairs, and so a higher limit.
 constexpr int kMinWarps =
@@ -823,7 +827,8 @@ template <bool kSmem> struct Values {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         const uint32 own  = kSets == 1 || t < C::kLanes ? words[0][i] : words[kSets - 1][i];
-        const uint32 word = __shfl_sync(~0u, own, t, C::kLanes);
+        const uint32 word = kIsVk ? __shfl_sync(~0u, own, t, C::kLanes)
+                                  : __shfl_sync(~0u, own, t % C::kLanes * kApart + threadIdx.x % kApart);
         value[2 * i] = low<In>(word);
         if (C::kIlpRows > 1) value[2 * i + 1] = high<In>(word);
       }
@@ -917,7 +922,7 @@ __device__ __forceinline__ void walk(
     block.v.get(s, t, row, value);
     scale_rows(h, token.decay);
     dot_rows(h, k, sum);
-    group_sum<C::kLanes>(sum);
+    group_sum<C::kLanes, kApart>(sum);
     if (lane == 0 && t > 0) store_out(&s.out[t - 1][row], sum + C::kIlpRows);
 #pragma unroll
     for (int r = 0; r < C::kIlpRows; ++r) {
@@ -930,7 +935,7 @@ __device__ __forceinline__ void walk(
     if (t + 1 < p.tokens) k = load_columns(s.kq[0][t + 1], lane);
     dot_rows(h, q, sum + C::kIlpRows);
   }
-  group_sum<C::kLanes>(sum);
+  group_sum<C::kLanes, kApart>(sum);
   if (lane == 0) store_out(&s.out[p.tokens - 1][row], sum + C::kIlpRows);
 }
 
@@ -1008,8 +1013,9 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
       int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm),
       int(a_bytes), int(b_bytes), state_head_gap, steps_head_gap};
   if (item.n >= batch) return;
-  const int lane      = threadIdx.x % C::kLanes;
-  const int first_row = threadIdx.x / kWarp * C::kWarpRows + threadIdx.x % kWarp / C::kLanes * C::kIlpRows;
+  const int lane      = threadIdx.x / kApart % C::kLanes;
+  const int place     = kIsVk ? threadIdx.x % kWarp / C::kLanes : threadIdx.x % kApart;  // of the lane's rows in a warp
+  const int first_row = threadIdx.x / kWarp * C::kWarpRows + place * C::kIlpRows;
   out += item.outputs(p);
   Inputs inputs;
   const int64 slot = begin(p, item, inputs, out);
