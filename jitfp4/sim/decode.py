@@ -200,6 +200,8 @@ class Decode:
 
 def _assign(m: Machine, lanes: Lanes, index: int, value: Any) -> None:
     if not lanes.full:
+        if not m.registers[index].flags.writeable:
+            m.registers[index] = m.registers[index].copy()
         m.registers[index][lanes.sel] = value
     elif value.ndim:
         m.registers[index] = value

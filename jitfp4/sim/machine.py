@@ -66,6 +66,11 @@ def linear(dim: Dim3) -> int:
     return dim[0] * dim[1] * dim[2]
 
 
+def _read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
 class Machine:
     """One batch of CTAs: ``first`` is the position of its first CTA in cluster-major order, ``ctas`` their number."""
 
@@ -89,7 +94,8 @@ class Machine:
         self.pc = program.entry.start
         self.races: Races | None = None
         self.memory = Memory(self, memory, params, const)
-        self.registers: list[Array] = [np.full(self.total, fill, dtype) for dtype, fill in program.registers]
+        fresh = {kind: _read_only(np.full(self.total, kind[1], kind[0])) for kind in set(program.registers)}
+        self.registers: list[Array] = [fresh[kind] for kind in program.registers]  # own arrays from the first write on
         self.ready = Ready(self.total) if launch.order is None else RandomReady(self.warp, launch.order)
         self.engines: list[Engine] = []
         self.on_exit: list[Callable[[Array], None]] = []
@@ -129,7 +135,7 @@ class Machine:
             raise self.deadlock()
 
     def release(self) -> None:
-        """Part from what refers back to the machine, so that its memory is free at once, not at a garbage collection."""
+        """Drop what refers back to the machine, so that its memory is free now, not at a garbage collection."""
         self.units.clear()
         self.engines.clear()
         self.on_exit.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import jitfp4
 from jitfp4 import sim
 from jitfp4.arch import ARCHS
 from jitfp4.errors import ArgumentError, ArgumentTypeError, SimLimitError
+from jitfp4.sim.machine import Machine
 from jitfp4.spec import Geometry
 from tests.sim.cuda import compiled, launch
 
@@ -46,6 +49,24 @@ def test_several_views_of_one_storage_alias() -> None:
     launch(source, [both[:32], both[32:]])
     launch(source, [both[32:], both[:32]])
     assert both[:32].tolist() == [2] * 32 and both[32:].tolist() == [1] * 32
+
+
+def test_a_batch_leaves_no_memory_to_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Machine]] = []
+    run = Machine.run
+    monkeypatch.setattr(Machine, "run", lambda self: (made.append(weakref.ref(self)), run(self))[1])
+    source = """extern "C" __global__ void kernel(int* x) {
+      __shared__ int y[32];
+      y[threadIdx.x] = x[threadIdx.x];
+      __syncthreads();
+      x[threadIdx.x] = y[31 - threadIdx.x];
+    }"""
+    gc.disable()
+    try:
+        sim.run(compiled(source, "sm_90a"), [np.arange(32, dtype=np.int32)], Geometry((1, 1, 1), (32, 1, 1)), "sm_90a")
+        assert [ref() for ref in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_program_that_does_not_end_is_an_error() -> None:

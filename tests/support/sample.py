@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from math import ceil
+from math import prod
 from typing import TypeVar
 
 import pytest
@@ -17,17 +17,22 @@ SIM_ARCHS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.one_in(4))]
 
 
 def beside_the_sample(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """What ``one_in(n)`` leaves out: of each marked test's cases, one in ``n`` stays, chosen by the digest of its name.
+    """What ``one_in(n)`` leaves out: of each marked test's cases, about one in ``n`` stays, chosen by digests of names.
 
-    At least one case of a test stays, so a case that is asked for by name runs.
+    Marks multiply. At least one case of a test stays, so a case that is asked for by name runs.
     """
-    cases = defaultdict(list)
+    tests: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        if mark := item.get_closest_marker("one_in"):
-            cases[item.nodeid.split("[")[0], mark.args[0]].append(item)
-    for (_, n), found in cases.items():
-        found.sort(key=lambda item: _digest(item.nodeid))
-        yield from found[ceil(len(found) / n) :]
+        n = prod(mark.args[0] for mark in item.iter_markers("one_in"))
+        tests[item.nodeid.split("[")[0]][n].append(item)
+    for name, cases in tests.items():
+        stays = False
+        for n, found in sorted(cases.items()):
+            found.sort(key=lambda item: _digest(item.nodeid))
+            number, rest = divmod(len(found), n)
+            number += _digest(name)[0] % n < rest or not (number or stays)
+            stays = stays or number > 0
+            yield from found[number:]
 
 
 def some(most: int, items: Iterable[T], *, whole: bool, name: Callable[[T], str] = str) -> list[T]:

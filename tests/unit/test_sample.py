@@ -10,9 +10,8 @@ import pytest
 from tests.support.sample import beside_the_sample, some
 
 
-def case(name: str, n: int | None = None) -> Any:
-    mark = SimpleNamespace(args=(n,)) if n else None
-    return SimpleNamespace(nodeid=name, get_closest_marker=lambda _name: mark)
+def case(name: str, *marks: int) -> Any:
+    return SimpleNamespace(nodeid=name, iter_markers=lambda _name: [SimpleNamespace(args=(n,)) for n in marks])
 
 
 def ran(items: list[Any]) -> list[str]:
@@ -20,7 +19,7 @@ def ran(items: list[Any]) -> list[str]:
     return [item.nodeid for item in items if item not in left_out]
 
 
-@pytest.mark.parametrize(("cases", "n", "stay"), [(12, 4, 3), (13, 4, 4), (3, 4, 1), (1, 4, 1), (12, 1, 12)])
+@pytest.mark.parametrize(("cases", "n", "stay"), [(12, 4, 3), (13, 4, 3), (3, 4, 1), (1, 4, 1), (12, 1, 12)])
 def test_one_case_in_n_stays_and_at_least_one(cases: int, n: int, stay: int) -> None:
     assert len(ran([case(f"a.py::test[{i}]", n) for i in range(cases)])) == stay
 
@@ -31,9 +30,16 @@ def test_the_sample_is_the_same_in_every_order_and_process() -> None:
 
 
 def test_every_test_is_sampled_by_itself_and_unmarked_cases_all_run() -> None:
-    items = [case(f"a.py::test_{name}[{i}]", n) for name, n in (("x", 4), ("y", 8), ("z", None)) for i in range(8)]
+    items = [case(f"a.py::test_{name}[{i}]", *n) for name, n in (("x", [4]), ("y", [8]), ("z", [])) for i in range(8)]
     kept = ran(items)
     assert [sum(f"test_{name}[" in one for one in kept) for name in "xyz"] == [2, 1, 8]
+
+
+def test_marks_multiply_and_no_second_group_of_cases_has_to_stay() -> None:
+    kept = [ran([case(f"a.py::{test}[{i}]", 4, *[9] * (i % 2)) for i in range(16)]) for test in map(str, range(36))]
+    second = [sum(int(one.rstrip("]")[-1]) % 2 for one in ones) for ones in kept]
+    assert {len(ones) - more for ones, more in zip(kept, second, strict=True)} == {2}
+    assert 0 < sum(second) < 36 * 8 // 18
 
 
 def test_some_items_of_a_test() -> None:

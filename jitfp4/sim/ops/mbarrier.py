@@ -143,7 +143,11 @@ def _phase_done(d: Decode) -> tuple[Any, Callable[[Machine, Lanes], tuple[MBarri
     def test(m: Machine, lanes: Lanes) -> tuple[MBarriers, Array, Array]:
         units, keys = _each(m, space, lanes, address)
         wanted = broadcast(phase(m, lanes), lanes.n)
-        at = np.array([units.get(int(k), lanes.ids[i : i + 1]).phase for i, k in enumerate(keys)], np.int64)
+        phases: dict[int, int] = {}
+        for i, key in enumerate(keys.tolist()):
+            if key not in phases:
+                phases[key] = units.get(key, lanes.ids[i : i + 1]).phase
+        at = np.array([phases[key] for key in keys.tolist()], np.int64)
         done = at & 1 != wanted.astype(np.int64) & 1 if parity else at > (wanted >> np.uint64(20)).astype(np.int64)
         units.acquire(lanes.ids[done], keys[done], relaxed=relaxed, narrow=narrow)
         return units, keys, done
