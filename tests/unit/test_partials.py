@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -45,6 +46,23 @@ def test_includes_stand_at_the_top(partial: str) -> None:
     text = (FOLDER / partial).read_text()
     assert re.match(r'(//% include ".*" %//\n)*// ---- ' + re.escape(partial.removesuffix(".cuh.j2")) + r" -+\n", text)
     assert text.count("//% include") == len(re.findall(r"\A(?://% include .*\n)*", text)[0].splitlines())
+
+
+TWICE = {
+    "ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];",  # volatile, and not
+    "ld.global.v4.b32 {%0, %1, %2, %3}, [%4];",  # partials/units says why its own are others
+    "st.global.v4.b32 [%0], {%1, %2, %3, %4};",
+    "st.global.v2.b32 [%0], {%1, %2};",
+}
+ASSEMBLY = re.compile(r'asm(?: volatile)?\(\s*((?:"(?:\\.|[^"\\])*"\s*)+)')
+
+
+def test_an_instruction_stands_once() -> None:
+    found = [text for path in FOLDER.rglob("*.j2") for text in ASSEMBLY.findall(path.read_text())]
+    counted = Counter("".join(re.findall(r'"((?:\\.|[^"\\])*)"', text)) for text in found)
+    del counted[""]  # emits nothing
+    assert len(counted) > 100
+    assert {text for text, count in counted.items() if count > 1} == TWICE
 
 
 def test_the_list_is_of_partials() -> None:

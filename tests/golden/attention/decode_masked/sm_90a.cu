@@ -702,6 +702,14 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
+// ---- partials/st_shared_8 --------------------------------------------------
+namespace ptx {
+// Stores 8 bytes to shared memory, by address.
+__device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(a), "r"(b) : "memory");
+}
+}  // namespace ptx
+
 // ---- attention/columns -----------------------------------------------------
 // The column of the page table that has a token: division by the tokens of a page
 template <class Operands> __device__ __forceinline__ uint32 inverse_of_page(const Operands& p) {
@@ -1102,7 +1110,8 @@ template <class Config> struct Stages {
       const int hidden = kAll ? 0 : segment_.request.first_token(p_) - token_;
       if constexpr (!kAll) {
         const uint32 absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
-        if (lane == 0) st_partial(scales_to_ + kPartialAt - kScalesAt + stage / kStageBytes * sizeof(Partial), absent);
+        const uint32 partial = scales_to_ + kPartialAt - kScalesAt + stage / kStageBytes * sizeof(Partial);
+        if (lane == 0) ptx::st_shared_8(partial, token_, absent);
       }
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
@@ -1156,9 +1165,6 @@ template <class Config> struct Stages {
     __device__ __forceinline__ static const uint8* at(
         const uint8* base, int page, int page_stride, int slot, int token_stride) {
       return ptx::mad_wide(slot, token_stride, ptx::mad_wide(page, page_stride, base));
-    }
-    __device__ __forceinline__ void st_partial(uint32 p, uint32 absent) const {
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(token_), "r"(absent) : "memory");
     }
     __device__ __forceinline__ int k_token_stride() const { return kPacked ? kRowBytes : p_.k_token_stride; }
     __device__ __forceinline__ int v_token_stride() const { return kPacked ? kRowBytes : p_.v_token_stride; }

@@ -236,6 +236,26 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 }
 }  // namespace ptx
 
+// ---- partials/cluster_copies -----------------------------------------------
+// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers, by addresses in the cluster.
+namespace ptx {
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
+__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
+}
+__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(v), "r"(b) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/tma ----------------------------------------------------------
 // A tensor map: what the host encodes to describe a tensor to TMA.
 struct alignas(64) TensorMap { uint64 opaque[16]; };
@@ -265,26 +285,6 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 
 // The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
-
-// ---- attention/cluster_copies ----------------------------------------------
-// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers.
-namespace ptx {
-__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
-}
-// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
-__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
-}
-__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-               ::"r"(to), "r"(v), "r"(b) : "memory");
-}
-}  // namespace ptx
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a

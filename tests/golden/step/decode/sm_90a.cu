@@ -865,6 +865,14 @@ __device__ __forceinline__ float silu(float v) {
   return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
 }
 
+// ---- partials/st_shared_8 --------------------------------------------------
+namespace ptx {
+// Stores 8 bytes to shared memory, by address.
+__device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(a), "r"(b) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/ring ---------------------------------------------------------
 // The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
 template <int kSize> struct Ring {
@@ -1177,6 +1185,21 @@ __device__ __forceinline__ float gather(const float (&sums)[2][2], int lane) {
   return (second ? kept[1] : kept[0]) + __shfl_xor_sync(~0u, second ? kept[0] : kept[1], 2);
 }
 
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
+namespace ptx {
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
 // ---- step/words ------------------------------------------------------------
 // What CTAs tell each other: a word is a pair of values, or a float, and a tag, the number of what it belongs to. It is
 // written and read as one, so a reader polls until the tag is the one that it wants.
@@ -1184,18 +1207,8 @@ namespace ptx {
 __device__ __forceinline__ void st_word(uint64* p, uint32 value, uint32 tag) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(uint64(tag) << 32 | value) : "memory");
 }
-__device__ __forceinline__ uint64 ld_word(const uint64* p) {
-  uint64 v;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
 __device__ __forceinline__ void ld_words(uint64 (&v)[2], const uint64* p) {
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
-}
-__device__ __forceinline__ uint32 ld_relaxed(const uint32* p) {
-  uint32 v;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
 }
 __device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -1211,7 +1224,7 @@ __device__ __forceinline__ uint32 wait_word(const uint64* from, uint32 tag) {
   uint64 v;
   uint32 polls = 0;
   do {
-    v = ptx::ld_word(from);
+    v = ptx::ld_relaxed_8(from);
     if (++polls == kMostPolls) ptx::trap();
   } while (!tagged(v, tag));
   return uint32(v);
@@ -1346,12 +1359,6 @@ template <class C> struct Stream {
 };
 
 // ---- step/products ---------------------------------------------------------
-namespace ptx {
-__device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(a), "r"(b) : "memory");
-}
-}  // namespace ptx
-
 // The products of a layer, with what stands in front of them and behind. Of a norm in front, the weight is applied to
 // the vector, and the factor to the sums: squares are added up while the product runs.
 
@@ -1779,11 +1786,11 @@ template <class C, class Shared> struct Attention {
     bool   all;
     uint32 polls = 0;
     do {
-      reference = ptx::ld_word(sums), sum = ptx::ld_word(sums + C::kGroup);
+      reference = ptx::ld_relaxed_8(sums), sum = ptx::ld_relaxed_8(sums + C::kGroup);
 #pragma unroll
       for (int j = 0; j < C::kSplits; ++j) {
         o[j] = uint64(tag) << 32;  // zero, where there is no part
-        if (j < count) o[j] = ptx::ld_word(from + j * kPartWords + i);
+        if (j < count) o[j] = ptx::ld_relaxed_8(from + j * kPartWords + i);
       }
       all = tagged(reference, tag) && tagged(sum, tag);
 #pragma unroll
@@ -1875,7 +1882,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) step_decode(
   Attention<Config, Shared> attends = {
       s, words, model, {cache, cache_sf, kv_scales, block_table, num_pages, tokens, scale}, warp, lane};
   if (attends.has_head()) attends.load_pages(0, attends.first_page(0), attends.first_page(1));
-  const uint32 before = ptx::ld_relaxed(tags);
+  const uint32 before = ptx::ld_relaxed_4(tags);
   const int first = Shares<Config>::first_block(kDown, blockIdx.x) * 16;
   const int last = Shares<Config>::first_block(kDown, blockIdx.x + 1) * 16;
   for (int i = thread; i < (last - first) / 2; i += kThreads) {
