@@ -65,5 +65,13 @@ def test_an_instruction_stands_once() -> None:
     assert {text for text, count in counted.items() if count > 1} == TWICE
 
 
+@pytest.mark.parametrize("template", sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.j2")))
+def test_a_comment_is_a_sentence(template: str) -> None:
+    """At least it ends as one; but for drawings, which are indented, and headings."""
+    text = (FOLDER / template).read_text()
+    last = re.findall(r"^ *//(?: (?!  |----).*)\n(?! *//)", text, re.MULTILINE)
+    assert not [line for line in last if not re.search(r"[.:]\n\Z", line) and "${" not in line]
+
+
 def test_the_list_is_of_partials() -> None:
     assert USES.keys() | SPECS.keys() <= set(PARTIALS)

@@ -193,7 +193,7 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
     tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
     row_blocks = (q_len * p.group + kRows - 1) / kRows;
   }
-  // The first token that any of its query rows sees
+  // Returns the first token that any of its query rows sees.
   template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
     return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
   }
@@ -202,11 +202,11 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
-// The tokens that a query sees: from `first` to before `end`
+// A query sees the tokens from `first` to before `end`.
 struct Span {
   int first, end;
 
-  // Of query token `query` of a request, or of its last
+  // Is that of query token `query` of a request, or of its last.
   template <class Operands, class Request>
   __device__ __forceinline__ Span(const Operands& p, const Request& r, int query, bool causal) {
     const int at = r.tokens - r.q_len + min(query, r.q_len - 1);
@@ -229,7 +229,7 @@ struct TokenMask {
     row_bits = p.mask_ends ? r.tokens : p.mask_row_bytes * 8;
     begin = p.mask_ends ? int64(p.mask_ends[b]) * 8 : int64(r.q_begin) * row_bits;
   }
-  // The first token of request r that a query may not see
+  // Returns the first token of request r that a query may not see.
   template <class Operands, class Request>
   __device__ __forceinline__ static int first_of(const Operands& p, const Request& r) {
     return p.mask_ends ? 0 : r.tokens - r.q_len;
@@ -249,7 +249,7 @@ struct TokenMask {
     const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
     return uint32(seen << before) | uint32((uint64(1) << before) - 1);
   }
-  // The end of the tokens that the queries of request r see from where the last sees them; `end`: without a mask
+  // Returns the end of the tokens that all queries of request r see from where the last sees them, `end` without mask.
   template <class Operands, class Request>
   __device__ __forceinline__ static int end_for_all(const Operands& p, const Request& r, int) {
     return first_of(p, r);
@@ -267,7 +267,7 @@ struct NoMask {
   }
 };
 
-// Bits of words that are below bit n
+// Returns the bits of a word that are below bit n.
 __device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
 
 // What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
@@ -310,7 +310,7 @@ template <int kBlocks> struct RowScales {
   }
 };
 
-// Fours as products of warpgroups take them
+// Makes fours what products of warpgroups take.
 template <int kBlocks, int kFours>
 __device__ __forceinline__ float (&flat(float (&x)[kBlocks][kFours][4]))[kBlocks * kFours * 4] {
   return reinterpret_cast<float(&)[kBlocks * kFours * 4]>(x);
@@ -329,7 +329,7 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
   float factor[kBlocks][2];  // of the last move
   float o[kBlocks][kSums][4];  // of weighted values
 
-  // Which of a lane's two rows of a block number i of four is of
+  // Returns which of a lane's two rows of a block number i of four is of.
   __device__ __forceinline__ static constexpr int row_of(int i) { return kColumns ? i % 2 : i / 2; }
   // Calls f with each of the distances between the lanes that share a row.
   template <class F> __device__ __forceinline__ static void over_lanes(F f) {
@@ -485,14 +485,14 @@ __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("pre
 // Every CTA takes the same number of consecutive units, and finds the first from the lengths on the device. A request
 // without tokens counts as one unit, in which no token is present.
 
-// a / b for a >= 0 and b > 0; fast in the most frequent cases, where it is 0 or a
+// Returns a / b for a >= 0 and b > 0, fast in the most frequent cases, where it is 0 or a.
 __device__ __forceinline__ int quotient(int a, int b) {
   if (a < b) return 0;
   return b == 1 ? a : a / b;
 }
 // A value that is the same in all lanes, as the compiler now sees: branches on it need no reconvergence.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-// The query token of a row
+// Returns the query token of a row.
 template <class Operands> __device__ __forceinline__ int token_of(const Operands& p, int row) {
   return int(__umulhi(4 * row, p.group_inverse));  // exact below 2^23
 }
@@ -526,11 +526,11 @@ template <class Config> struct Segments {
   static constexpr int kSenders = kCluster > 1 ? kCluster : 1;  // CTAs that add up an item in their shared memory
   static constexpr int kStep    = kSenders * kTokenWarps * kTile;  // tokens from a tile of a warp to its next
 
-  // Which of a cluster's warps with the same heads this one is
+  // Returns which of a cluster's warps with the same heads this one is.
   __device__ __forceinline__ static int turn_in_cluster() {
     return int(threadIdx.x) / kWarp / kHeadWarps * kSenders + int(blockIdx.x) % kSenders;
   }
-  // The request of this cluster's item
+  // Returns the request of this cluster's item.
   __device__ __forceinline__ static int request_of_cluster(const Operands& p) {
     return quotient(int(blockIdx.x) / kSenders, p.kv_heads / kHeadWarps);
   }
@@ -542,7 +542,7 @@ template <class Config> struct Segments {
     int tile, count;  // the first of the request's tiles, and how many
     int begin, left;  // the first of the units, and how many this CTA has after them
 
-    // The KV head of warp i of those that take the same tokens
+    // Returns the KV head of warp i of those that take the same tokens.
     __device__ __forceinline__ int head(int i) const { return heads * kHeadWarps + i; }
     __device__ __forceinline__ int first_row() const { return block * kRows; }
     __device__ __forceinline__ bool whole() const { return count == request.tiles; }
@@ -555,7 +555,7 @@ template <class Config> struct Segments {
     }
     __device__ __forceinline__ int end_token() const { return (request.first_tile + tile + count) * kTile; }
 
-    // The tiles that this warp takes
+    // Returns how many tiles this warp takes.
     __device__ __forceinline__ int own_tiles() const {
       return (end_token() - first_token() + kStep - 1) / kStep;
     }
@@ -711,7 +711,7 @@ __device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
 }  // namespace ptx
 
 // ---- attention/columns -----------------------------------------------------
-// The column of the page table that has a token: division by the tokens of a page
+// The column of the page table that has a token is found by a division by the tokens of a page.
 template <class Operands> __device__ __forceinline__ uint32 inverse_of_page(const Operands& p) {
   return (0x80000000u + p.page - 1) / p.page;
 }
@@ -884,7 +884,7 @@ __device__ __forceinline__ void copy_row_or_clear(uint32 to, const uint8* from, 
   }
 }
 
-// base + a b bytes
+// Returns what lies a b bytes behind base.
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
   const uint8* d;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(base));
@@ -931,7 +931,7 @@ template <class Config> struct Stages {
   static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
   static_assert(kStageBytes % 128 == 0, "a line that is copied to two of shared memory costs half more sectors");
 
-  // Where a tile begins, and a bit for each of its tokens that has no page
+  // Says where a tile begins, and has a bit for each of its tokens that has no page.
   struct Partial {
     int    start;
     uint32 absent;
@@ -955,10 +955,10 @@ template <class Config> struct Stages {
     return x;
   }
 
-  // Query rows as the right factor of products
+  // Query rows are the right factor of products.
   struct Queries { uint32 words[kBlocks][kSteps][2]; };
 
-  // The token of a tile whose page a lane looks up
+  // Returns the token of a tile whose page a lane looks up.
   __device__ __forceinline__ static int lookup_of(int i) {
     return kPages == Pages::kMany ? int(threadIdx.x % kTile) : i * (kTile / 2);
   }
@@ -1069,7 +1069,7 @@ template <class Config> struct Stages {
       look_up<false>(FirstPages());
     }
 
-    // The pages of the next tile, which is the `first` one if kFirst
+    // Finds the pages of the next tile, which is the `first` one if kFirst.
     template <bool kFirst> __device__ __forceinline__ void look_up(const FirstPages& first) {
 #pragma unroll
       for (int i = 0; i < kLookups; ++i) {
@@ -1258,14 +1258,14 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks, by software times 2^7
+// Decodes the scales of two blocks, by software times 2^7.
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
 }
 
 // ---- attention/tile_rows ---------------------------------------------------
-// Rows of a tile in shared memory
+// A lane reads words of rows of a tile in shared memory.
 template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, uint32 (&w)[kWords]) {
   if constexpr (kWords == 1) w[0] = *reinterpret_cast<const uint32*>(p);
   if constexpr (kWords == 2) {
@@ -1420,10 +1420,10 @@ template <class Layout> struct Nvfp4Tile {
     if (kHeadDim < kWidth && c * (kWidth / 4) + 8 * w >= kHeadDim) return;
     ld_halves<2 * kRegs>(row + c * (kWidth / 4) + 8 * w, x);
   }
-  // The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
+  // Returns the dimension of row g, or of row g + 8, the upper one, of the outputs of step m.
   __device__ __forceinline__ static int value_dim(int m, bool upper, int g) { return g * (kWidth / 8) + 2 * m + upper; }
 
-  // Whether V's scales are loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block
+  // V's scales are then loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block.
   static constexpr bool kTransposed = !kInterleaved && kStageScales == 8;
 
   // The offsets in a stage of what a lane reads.
@@ -1448,7 +1448,7 @@ template <class Layout> struct Nvfp4Tile {
     }
   };
 
-  // s = K q for the tokens from `first` on
+  // Sets s to K q for the 16 tokens from `first` on.
   __device__ __forceinline__ static void scores(
       const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
     uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
@@ -1531,13 +1531,13 @@ template <class Layout> struct Nvfp4Tile {
       }
     }
 
-    // The scales of this lane's block for two tokens
+    // Decodes the scales of this lane's block for two tokens.
     static __device__ __forceinline__ uint32 decode_two(uint32 scales) {
       const uint32 pair = decode_e4m3x2(scales);
       return kTransposed ? ptx::transpose(pair) : pair;
     }
 
-    // o += V p
+    // Adds V p to o.
     __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
 #pragma unroll
       for (int w = 0; w < kValueWords; ++w) {
@@ -1593,7 +1593,7 @@ template <class Layout> struct E4m3Tile {
     }
   };
 
-  // s = K q for the tokens from `first` on
+  // Sets s to K q for the 16 tokens from `first` on.
   __device__ __forceinline__ static void scores(
       const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
     uint32 bytes[2][kKeyWords];
@@ -1620,7 +1620,7 @@ template <class Layout> struct E4m3Tile {
     }
     __device__ __forceinline__ void hide_absent(uint32) {}
 
-    // o += V p
+    // Adds V p to o.
     __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) {
@@ -1671,7 +1671,7 @@ template <class Layout> struct HalfTile {
     }
   };
 
-  // s = K q for the tokens from `first` on
+  // Sets s to K q for the 16 tokens from `first` on.
   __device__ __forceinline__ static void scores(
       const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
     const uint32 rows = ptx::shared_address(stage) + first * kStageRow;
@@ -1694,7 +1694,7 @@ template <class Layout> struct HalfTile {
         : rows(ptx::shared_address(stage) + first * kStageRow), at(lane.value) {}
     __device__ __forceinline__ void hide_absent(uint32) {}
 
-    // o += V p
+    // Adds V p to o.
     __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) {
@@ -1817,7 +1817,7 @@ struct OutputRow {
   int   head;
   int64 at;  // among the rows of all heads and query tokens
 
-  // Of query token `token` of request r, and head `in_group` of those that share a KV head
+  // Is that of query token `token` of request r, and head `in_group` of those that share a KV head.
   template <class Operands, class Request>
   __device__ __forceinline__ OutputRow(const Operands& p, const Request& r, int kv_head, int token, int in_group)
       : head(kv_head * p.group + in_group), at(int64(r.q_begin + token) * p.kv_heads * p.group + head) {}
@@ -1839,7 +1839,7 @@ __device__ __forceinline__ float end_row(
   return sum == 0.0f ? 0.0f : scale / sum;
 }
 
-// Two neighbouring outputs as they are stored: 16 bits or 32
+// Makes two neighbouring outputs what is stored: 16 bits or 32.
 template <class Out> __device__ __forceinline__ uint32 to_outputs(float a, float b) {
   if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
   else return to_pair<Out>(a, b);

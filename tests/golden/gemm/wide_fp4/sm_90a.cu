@@ -785,7 +785,7 @@ template <class Shared, class Weight, int kTileM, int kTurns, int kCluster> stru
     ptx::wgmma_wait<1>();  // a is free
     if (goes_on) Weight::decode(a, codes);
   }
-  // The next `steps` steps of the warpgroup, at least one
+  // Takes the next `steps` steps of the warpgroup, at least one.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) sums[i] = 0.0f;
@@ -1125,7 +1125,7 @@ template <class Config> class WideSchedule {
       begin_ = share_begin(id), end_ = share_begin(id + 1);
     }
   }
-  // The first step of a cluster's share, counted over all divided tiles
+  // Returns the first step of a cluster's share, counted over all divided tiles.
   __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
     return divided_steps_ * cluster / ptx::clusters();
   }

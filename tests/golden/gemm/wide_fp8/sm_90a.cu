@@ -1224,7 +1224,7 @@ template <class Config> class WideSchedule {
       begin_ = share_begin(id), end_ = share_begin(id + 1);
     }
   }
-  // The first step of a cluster's share, counted over all divided tiles
+  // Returns the first step of a cluster's share, counted over all divided tiles.
   __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
     return divided_steps_ * cluster / ptx::clusters();
   }

@@ -283,14 +283,14 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks, by software times 2^7
+// Decodes the scales of two blocks, by software times 2^7.
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
 }
 
 // ---- attention/tile_rows ---------------------------------------------------
-// Rows of a tile in shared memory
+// A lane reads words of rows of a tile in shared memory.
 template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, uint32 (&w)[kWords]) {
   if constexpr (kWords == 1) w[0] = *reinterpret_cast<const uint32*>(p);
   if constexpr (kWords == 2) {
@@ -488,10 +488,10 @@ template <class Layout> struct Nvfp4Tile {
     if (kHeadDim < kWidth && c * (kWidth / 4) + 8 * w >= kHeadDim) return;
     ld_halves<2 * kRegs>(row + c * (kWidth / 4) + 8 * w, x);
   }
-  // The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
+  // Returns the dimension of row g, or of row g + 8, the upper one, of the outputs of step m.
   __device__ __forceinline__ static int value_dim(int m, bool upper, int g) { return g * (kWidth / 8) + 2 * m + upper; }
 
-  // Whether V's scales are loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block
+  // V's scales are then loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block.
   static constexpr bool kTransposed = !kInterleaved && kStageScales == 8;
 
   // The offsets in a stage of what a lane reads.
@@ -516,7 +516,7 @@ template <class Layout> struct Nvfp4Tile {
     }
   };
 
-  // s = K q for the tokens from `first` on
+  // Sets s to K q for the 16 tokens from `first` on.
   __device__ __forceinline__ static void scores(
       const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
     uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
@@ -599,13 +599,13 @@ template <class Layout> struct Nvfp4Tile {
       }
     }
 
-    // The scales of this lane's block for two tokens
+    // Decodes the scales of this lane's block for two tokens.
     static __device__ __forceinline__ uint32 decode_two(uint32 scales) {
       const uint32 pair = decode_e4m3x2(scales);
       return kTransposed ? ptx::transpose(pair) : pair;
     }
 
-    // o += V p
+    // Adds V p to o.
     __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
 #pragma unroll
       for (int w = 0; w < kValueWords; ++w) {
@@ -688,7 +688,7 @@ template <class Tile> struct OwnPage {
     at.key = 0, at.key_scale = at.value_scale = kScalesAt, at.value[0] = 0, at.value[1] = kRowBytes;
     return at;
   }
-  // From page number `page` of a pool, its tokens from `first` on
+  // Loads tokens from `first` on of page number `page` of a pool.
   template <bool kValues>
   __device__ __forceinline__ void load(const uint8* codes, const uint8* scales, int64 page, int first, const Lane& at) {
     codes += page * kPageBytes + first * kRowBytes;
@@ -1550,7 +1550,7 @@ template <class C, class Shared> struct Attention {
   static __device__ __forceinline__ bool has_head() { return blockIdx.x < C::kKvHeads * C::kSplits; }
 
   __device__ __forceinline__ int pages() const { return (request.tokens + attention::kPage - 1) / attention::kPage; }
-  // CTAs that have pages of the head: the first ones
+  // Returns how many CTAs have pages of the head: they are the first ones.
   __device__ __forceinline__ int sharers() const { return min(C::kSplits, (pages() + kPages - 1) / kPages); }
   // The first page of this CTA, or of the one behind it.
   __device__ __forceinline__ int first_page(int behind) const {
