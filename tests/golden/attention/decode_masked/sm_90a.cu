@@ -2056,8 +2056,8 @@ template <class Config, class Tile> struct Combination : Segments<Config> {
   // Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other
   // warps need not wait for that.
   //
-  //   others    put, arrive kUnsettled | all tiles of the next segment                            | sync kSettled, put
-  //   settlers  put | first of these | sync kUnsettled | sums, outputs | arrive kSettled | others | put
+  //   others    put, arrive kUnsettled | all tiles of the next segment                        | sync kSettled, put
+  //   settlers  put | first of these   | sync kUnsettled | outputs | arrive kSettled | others | put
   //
   // Settlers also wait for each other, kAmongSettlers, before one of them puts its next part.
   static constexpr int kSettlers = kWarps < 4 ? 0 : kWarps < 8 ? 2 : kWarps / 3, kFirstSettler = kWarps - kSettlers;
