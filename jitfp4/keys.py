@@ -27,6 +27,7 @@ def frame(parts: Iterable[tuple[str, bytes]]) -> bytes:
 class Recipe:
     """Everything that decides what a kernel is, apart from the compiler build.
 
+    ``family`` is the name of the kernel: the label is part of what is hashed, so another word would be another SCHEMA.
     ``options`` are the compiler's, in order. ``source`` is the complete generated file. ``digest`` is 64 hex digits.
     """
 

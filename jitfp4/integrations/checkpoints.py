@@ -33,6 +33,8 @@ from safetensors import safe_open
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 
+STORED_SCALES = {NVFP4.block: torch.float8_e4m3fn, MXFP4.block: torch.uint8}
+"""Of block scales, by the elements of a block."""
 _SCALAR = "one positive float32"
 Get = Callable[[str], torch.Tensor | None]
 

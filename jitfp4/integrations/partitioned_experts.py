@@ -12,13 +12,12 @@ import torch
 
 from jitfp4.families.experts import prepare_fp4_experts
 from jitfp4.formats import NVFP4, BlockFormat
-from jitfp4.integrations.checkpoints import Names
+from jitfp4.integrations.checkpoints import STORED_SCALES, Names
 from jitfp4.integrations.fp8 import check_gpu
 from jitfp4.integrations.kernels import load_experts, load_fp8_experts
 from jitfp4.layouts import SfLayout
 
 MULTIPLE = 32  # of hidden and intermediate sizes
-_SCALE_DTYPES = {16: torch.float8_e4m3fn, 32: torch.uint8}
 _GROUP, _TENSOR = "group", "tensor"  # what engines call scales of blocks and of matrices
 
 
@@ -70,7 +69,7 @@ class PartitionedFp4Experts:
         scalars: dict[str, tuple[int, ...]] = {"w13": (sides,), "w2": ()}
         for matrix, rows, columns in (("w13", sides * inter, hidden_size), ("w2", hidden_size, inter)):
             register(f"{matrix}_{self.names.codes}", (rows, columns // 2), torch.uint8, None)
-            register(f"{matrix}_{self.names.scales}", (rows, columns // block), _SCALE_DTYPES[block], _GROUP)
+            register(f"{matrix}_{self.names.scales}", (rows, columns // block), STORED_SCALES[block], _GROUP)
             for name in self._scalars():
                 register(f"{matrix}_{name}", scalars[matrix], torch.float32, _TENSOR)
             if self.has_biases:

@@ -15,13 +15,12 @@ import torch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm import Fp4Weight
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
-from jitfp4.integrations.checkpoints import NAMES, Layer, Source
+from jitfp4.integrations.checkpoints import NAMES, STORED_SCALES, Layer, Source
 from jitfp4.integrations.fp8 import row_scale_of
 from jitfp4.integrations.kernels import load_fp8_products, load_products
 from jitfp4.integrations.layers import prepared, product
 from jitfp4.weight import ROWS
 
-_SCALE_DTYPES = {16: torch.float8_e4m3fn, 32: torch.uint8}
 _GATE_UP = "concatenated gate,up"
 _STRATEGIES = {16: ("tensor_group", NVFP4), 32: ("group", MXFP4)}
 
@@ -101,7 +100,7 @@ class PartitionedFp4Linear:
         places = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
         codes = self.parameters.codes(data=torch.empty(n, k // 2, dtype=torch.uint8), **places)
         layer.register_parameter(self.names.codes, codes)
-        scales = torch.empty(n, k // block, dtype=_SCALE_DTYPES[block])
+        scales = torch.empty(n, k // block, dtype=STORED_SCALES[block])
         layer.register_parameter(self.names.scales, self.parameters.scales(data=scales, **places))
         for name in self._scalars():
             ones = torch.ones(len(output_partition_sizes), dtype=torch.float32)

@@ -50,7 +50,94 @@ struct Config {
 """
 )
 
+DECODE = (
+    REQUEST.replace(
+        "struct Operands {",
+        "struct Operands {\n  const bf16* q;\n  bf16* out;\n  uint32* counters;\n  uint8* workspace;\n"
+        "  const float *bmm1_tensor, *bmm2_tensor, *sinks;\n  float *lse, bmm1, bmm2;\n  uint32 group_inverse;\n"
+        "  int64 q_token_stride, q_head_stride;",
+    )
+    + """
+template <int kBits> struct Decode {
+  using Operands = ::Operands;
+  using Query    = bf16;
+  using Mask     = NoMask;
+  static constexpr bool kIsBf16Cache = true, kInterleaved = true, kPacked = true, kTwoTables = true;
+  static constexpr int  kCacheBits = kBits, kHeadDim = 96, kWidth = 128, kRows = 8, kTile = 32, kStages = 2;
+  static constexpr int  kWarps = 4, kHeadWarps = 2, kThreads = 128, kCluster = 2, kBlocks = 1, kSteps = 8;
+  static constexpr int  kRowBytes = 96 * kBits / 8, kScaleBytes = kBits == 4 ? 6 : 0;
+  static constexpr int  kStageRow = 128 * kBits / 8, kStageScales = kBits == 4 ? 8 : 0;
+"""
+)
+STAGES = DECODE + "  static constexpr Pages kPages = Pages::kHalves;\n};\n"
+ROW_SUMS = """
+  using State = Softmax<1, 32, 128, true>;
+};
+struct Tile {
+  static constexpr float kValueUnit = 1;
+  __device__ static int value_dim(int m, bool upper, int g) { return g * 16 + 2 * m + upper; }
+};
+"""
+LAYOUT = """
+struct Layout {
+  using Query = bf16;
+  struct Queries { uint32 words[1][8][2]; };
+  static constexpr int  kHeadDim = 96, kWidth = 128, kBlocks = 1, kSteps = 8, kStageRow = 64, kValuesAt = 2048;
+  static constexpr int  kScaleBytes = 6, kStageScales = 8, kScalesAt = 4096, kVScalesAt = 4352, kVScalesRow = 6;
+  static constexpr bool kInterleaved = true, kIsBf16Cache = true;
+  __device__ static int place(int row, int chunk) { return row * 64 + chunk * 16; }
+  __device__ static int opaque(int x) { return x; }
+};
+"""
+
+
+def _tile(name: str) -> tuple[str, str]:
+    return "sm_80", (
+        f"{LAYOUT}using Tile = {name}<Layout>;\n"
+        "using Sums = float[1][8][4];\n"
+        "__global__ void run(const uint8* s, Layout::Queries& q, uint32 (&x)[4], float (&l)[1][4], Sums& o) {\n"
+        "  const Tile::Lane lane;\n  Tile::scores(s, 0, lane, q, l);\n"
+        "  Tile::ld_query(reinterpret_cast<const bf16*>(s), 1, Tile::word_dim(0, 1, 1), x);\n"
+        "  Tile::Values v(s, 0, lane);\n  v.hide_absent(Tile::value_dim(1, true, 2));\n"
+        "  v.multiply({{1, 2}}, o), o[0][0][0] *= Tile::kKeyUnit * Tile::kValueUnit;\n}\n"
+    )
+
+
 USES: dict[str, tuple[str, str]] = {
+    "attention/nvfp4_tile.cuh.j2": _tile("Nvfp4Tile"),
+    "attention/byte_tile.cuh.j2": _tile("E4m3Tile"),
+    "attention/half_tile.cuh.j2": _tile("HalfTile"),
+    "attention/tile_rows.cuh.j2": (
+        "sm_80",
+        "__global__ void run(const uint8* s, uint32 (&x)[8], uint32 (&y)[1]) { ld_row(s, 16, x), ld_row(s, 0, y); }\n",
+    ),
+    "attention/work.cuh.j2": ("sm_80", DECODE + "};\ntemplate struct Segments<Decode<4>>;\n"),
+    "attention/pages.cuh.j2": (
+        "sm_80",
+        STAGES
+        + "".join(
+            f"template class Stages<Decode<{bits}>>::Producer;\ntemplate struct Stages<Decode<{bits}>>::FirstPages;\n"
+            for bits in (4, 8, 16)
+        ),
+    ),
+    "attention/queries.cuh.j2": (
+        "sm_80",
+        DECODE
+        + """};
+struct Tile {
+  using Mma = f16;
+  struct Queries { uint32 words[1][8][2]; };
+  __device__ static void ld_query(const bf16* row, int, int c, uint32 (&x)[4]) { ld_halves<8>(row + c, x); }
+  __device__ static int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
+};
+template struct RawQueries<Decode<4>, Tile>;
+""",
+    ),
+    "attention/combine.cuh.j2": ("sm_80", DECODE + ROW_SUMS + "template struct Combination<Decode<4>, Tile>;\n"),
+    "attention/cluster_items.cuh.j2": (
+        "sm_90a",
+        DECODE + ROW_SUMS + "template struct ClusterItems<Decode<4>, Tile>;\n",
+    ),
     "attention/blocks.cuh.j2": (
         "sm_80",
         REQUEST + "__global__ void run(const Operands& p, int* to) {\n  RowBlock<64, 16, TokenMask> block;\n"

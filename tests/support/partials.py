@@ -30,6 +30,14 @@ __global__ void rows(C::Rows& h, float* p) {
   store_rows<C, To::kShared, StateLayout::kKv>(h, p);
 }
 """
+STEP = """
+struct Config {
+  using T = f16;
+  static constexpr int kCtas = 8, kDepth = 2, kHeads = 2, kKvHeads = 1, kGroup = 2, kSplits = 3;
+  static constexpr int kQ = 256, kQkv = 512, kHidden = 256, kInter = 384;
+  static constexpr bool kHasBias = true, kHasHeadNorms = true, kInterleaved = true;
+};
+"""
 USES: dict[str, tuple[str, str]] = {
     **attention_partials.USES,
     **gemm_partials.USES,
@@ -154,12 +162,25 @@ USES: dict[str, tuple[str, str]] = {
         "__global__ void run(uint32 (&w)[4], f16* p) {\n"
         "  ld_halves<8>(p, w), st_halves<4>(p, {to_pair<bf16>(1, 2), 3});\n}\n",
     ),
+    "step/attention.cuh.j2": (
+        "sm_90a",
+        "using Tile = Nvfp4Tile<attention::PageLayout<false>>;\ntemplate struct attention::OwnPage<Tile>;\n"
+        "__global__ void run(attention::State<Tile>& state, attention::OwnPage<Tile>& page, Tile::Queries& q,\n"
+        "                    uint32 (&weights)[1][2], const float (&scale)[2]) {\n"
+        "  const Tile::Lane lane = page.lane();\n  page.load<false>(page.bytes, page.bytes, 1, 2, lane);\n"
+        "  state.weigh(page.bytes, 0, lane, q, scale, 16, 1, weights);\n"
+        "  Tile::Values values(page.bytes, 0, lane);\n  attention::clear<Tile>(values, 3, 1);\n"
+        "  weights[0][0] = attention::rotate<f16>(1, 2, scale, 0, true);\n}\n",
+    ),
+    "step/parts.cuh.j2": (
+        "sm_90a",
+        STEP + "struct Shared {\n  uint8 kv[kPages][2][kKvBytes];\n  uint16 q[2][128];\n  float cos_sin[128];\n"
+        "  struct { Part<Config> parts[kParts]; } wide;\n  Barrier pages;\n};\n"
+        "template struct Attention<Config, Shared>;\n",
+    ),
     "step/products.cuh.j2": (
         "sm_90a",
-        "struct Config {\n  using T = f16;\n"
-        "  static constexpr int kCtas = 8, kDepth = 2, kQ = 128, kQkv = 384, kHidden = 256, kInter = 384;\n"
-        "  static constexpr bool kHasBias = true;\n};\n"
-        "struct Shared {\n"
+        STEP + "struct Shared {\n"
         "  uint8 x[kWarps][256];\n  uint4 zeros;\n  float rows[kWarps][32], squares[2][kWarps], own[32];\n"
         "  struct { float rows[kWarps][96]; } wide;\n};\n"
         "template struct Stream<Config>;\ntemplate struct Products<Config, Shared>;\n",

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections import Counter
 
 import pytest
 
 import jitfp4.families  # noqa: F401 - registers every kernel
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
-from jitfp4.errors import CompileError, RenderError
 from jitfp4.kernel import kernels
 from jitfp4.render import render_partial, templates_dir
 from tests.support.partials import USES
 
 FOLDER = templates_dir()
 PARTIALS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cuh.j2"))
-
-TAKES = {
-    f"attention/{name}.cuh.j2"
-    for name in (*("byte_tile", "cluster_items", "combine", "half_tile", "nvfp4_tile", "pages", "queries", "work"),)
-} | {"step/attention.cuh.j2", "step/parts.cuh.j2"}
-"""Those that still take names of the template that includes them. One that does not any more leaves the list."""
 
 SPECS = {
     "attention/products.cuh.j2": "attention/prefill_wgmma",
@@ -39,36 +32,46 @@ SPECS = {
 """Those whose text a spec makes, as assembly that names each register; and a kernel that has such specs."""
 
 
-def compiles(partial: str) -> bool:
-    arch, use = USES.get(partial, ("sm_90a", ""))
-    spec = next(iter(next(iter(kernels(SPECS[partial]))).specs(Arch.of(arch)))) if partial in SPECS else None
-    source = render_partial(partial, Arch.of(arch), spec)
-    try:
-        nvrtc.compile_ptx(f'{source}{use}extern "C" __global__ void alone() {{}}\n', Arch.of(arch), symbol="alone")
-    except CompileError as error:
-        if partial not in TAKES:
-            raise
-        return not str(error)
-    return True
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("partial", PARTIALS)
 def test_it_compiles_alone(partial: str) -> None:
-    try:
-        alone = compiles(partial)
-    except RenderError:
-        alone = False
-    assert alone == (partial not in TAKES)
+    arch, use = USES.get(partial, ("sm_90a", ""))
+    spec = next(iter(next(iter(kernels(SPECS[partial]))).specs(Arch.of(arch)))) if partial in SPECS else None
+    source = render_partial(partial, Arch.of(arch), spec)
+    nvrtc.compile_ptx(f'{source}{use}extern "C" __global__ void alone() {{}}\n', Arch.of(arch), symbol="alone")
 
 
-@pytest.mark.parametrize("partial", sorted(set(PARTIALS) - TAKES))
+@pytest.mark.parametrize("partial", PARTIALS)
 def test_includes_stand_at_the_top(partial: str) -> None:
     text = (FOLDER / partial).read_text()
     assert re.match(r'(//% include ".*" %//\n)*// ---- ' + re.escape(partial.removesuffix(".cuh.j2")) + r" -+\n", text)
     assert text.count("//% include") == len(re.findall(r"\A(?://% include .*\n)*", text)[0].splitlines())
 
 
+TWICE = {
+    "ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];",  # volatile, and not
+    "ld.global.v4.b32 {%0, %1, %2, %3}, [%4];",  # partials/units says why its own are others
+    "st.global.v4.b32 [%0], {%1, %2, %3, %4};",
+    "st.global.v2.b32 [%0], {%1, %2};",
+}
+ASSEMBLY = re.compile(r'asm(?: volatile)?\(\s*((?:"(?:\\.|[^"\\])*"\s*)+)')
+
+
+def test_an_instruction_stands_once() -> None:
+    found = [text for path in FOLDER.rglob("*.j2") for text in ASSEMBLY.findall(path.read_text())]
+    counted = Counter("".join(re.findall(r'"((?:\\.|[^"\\])*)"', text)) for text in found)
+    del counted[""]  # emits nothing
+    assert len(counted) > 100
+    assert {text for text, count in counted.items() if count > 1} == TWICE
+
+
+@pytest.mark.parametrize("template", sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.j2")))
+def test_a_comment_is_a_sentence(template: str) -> None:
+    """At least it ends as one; but for drawings, which are indented, and headings."""
+    text = (FOLDER / template).read_text()
+    last = re.findall(r"^ *//(?: (?!  |----).*)\n(?! *//)", text, re.MULTILINE)
+    assert not [line for line in last if not re.search(r"[.:]\n\Z", line) and "${" not in line]
+
+
 def test_the_list_is_of_partials() -> None:
-    assert TAKES | USES.keys() | SPECS.keys() <= set(PARTIALS)
-    assert Path(FOLDER).is_dir()
+    assert USES.keys() | SPECS.keys() <= set(PARTIALS)

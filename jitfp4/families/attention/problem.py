@@ -43,8 +43,8 @@ class CacheFormat(StrEnum):
 
     @property
     def tile(self) -> str:
-        """The namespace in the template that makes fragments from this format."""
-        return {4: "nvfp4_tile", 8: "byte_tile", 16: "half_tile"}[self.bits]
+        """The type in the template that makes fragments from this format."""
+        return {4: "Nvfp4Tile", 8: "E4m3Tile", 16: "HalfTile"}[self.bits]
 
     @property
     def is_bf16(self) -> bool:

@@ -139,6 +139,17 @@ def mm_bf16_fp4(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
+    check_gates(weight, activation, bias)
+    if weight.gated and residual is not None:
+        raise ArgumentError("residual", "a tensor", "None with an activation")
+    return _multiply(
+        *(a, weight.data, weight.row_scale, alpha, bias, residual),
+        *(out, weight.n, weight.k, weight.gated, out_dtype, enable_pdl),
+    )
+
+
+def check_gates(weight: Fp4Weight, activation: str | None, bias: torch.Tensor | None) -> None:
+    """Check the weight of a product, and that an activation is there where it has gates, without a bias."""
     if not isinstance(weight, Fp4Weight):
         raise ArgumentTypeError("weight", type(weight).__name__, "an Fp4Weight, from prepare_fp4_weight()")
     if weight.gated != (activation is not None) or activation not in (None, "swiglu"):
@@ -146,12 +157,6 @@ def mm_bf16_fp4(
         raise ArgumentError("activation", repr(activation), allowed)
     if weight.gated and bias is not None:
         raise ArgumentError("bias", "a tensor", "None with an activation")
-    if weight.gated and residual is not None:
-        raise ArgumentError("residual", "a tensor", "None with an activation")
-    return _multiply(
-        *(a, weight.data, weight.row_scale, alpha, bias, residual),
-        *(out, weight.n, weight.k, weight.gated, out_dtype, enable_pdl),
-    )
 
 
 @public

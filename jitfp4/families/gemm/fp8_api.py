@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from jitfp4.dispatch import differ, known
-from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.api import check_gates
 from jitfp4.families.gemm.arguments import Fp8Arguments
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.problem import DTYPES
@@ -67,13 +68,7 @@ def mm_fp8_fp4(
         ArgumentError, ArgumentTypeError: before anything is written.
         UnsupportedArchError: on a GPU other than sm_90a.
     """
-    if not isinstance(weight, Fp4Weight):
-        raise ArgumentTypeError("weight", type(weight).__name__, "an Fp4Weight, from prepare_fp4_weight()")
-    if weight.gated != (activation is not None) or activation not in (None, "swiglu"):
-        allowed = '"swiglu" for a weight of gates and ups' if weight.gated else "None: the weight has no gates"
-        raise ArgumentError("activation", repr(activation), allowed)
-    if weight.gated and bias is not None:
-        raise ArgumentError("bias", "a tensor", "None with an activation")
+    check_gates(weight, activation, bias)
     return _multiply(
         *(a, a_scale, weight.data, weight.row_scale, row_scale, alpha, bias),
         *(out, weight.n, weight.k, weight.gated, out_dtype, enable_pdl),

@@ -449,7 +449,7 @@ __device__ __forceinline__ void copy_row_or_clear(uint32 to, const uint8* from, 
   }
 }
 
-// base + a b bytes
+// Returns what lies a b bytes behind base.
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
   const uint8* d;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(base));
@@ -490,7 +490,7 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
     tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
     row_blocks = (q_len * p.group + kRows - 1) / kRows;
   }
-  // The first token that any of its query rows sees
+  // Returns the first token that any of its query rows sees.
   template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
     return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
   }
@@ -499,11 +499,11 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
-// The tokens that a query sees: from `first` to before `end`
+// A query sees the tokens from `first` to before `end`.
 struct Span {
   int first, end;
 
-  // Of query token `query` of a request, or of its last
+  // Is that of query token `query` of a request, or of its last.
   template <class Operands, class Request>
   __device__ __forceinline__ Span(const Operands& p, const Request& r, int query, bool causal) {
     const int at = r.tokens - r.q_len + min(query, r.q_len - 1);
@@ -548,7 +548,7 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks, by software times 2^7
+// Decodes the scales of two blocks, by software times 2^7.
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
@@ -642,7 +642,7 @@ struct TokenMask {
     row_bits = p.mask_ends ? r.tokens : p.mask_row_bytes * 8;
     begin = p.mask_ends ? int64(p.mask_ends[b]) * 8 : int64(r.q_begin) * row_bits;
   }
-  // The first token of request r that a query may not see
+  // Returns the first token of request r that a query may not see.
   template <class Operands, class Request>
   __device__ __forceinline__ static int first_of(const Operands& p, const Request& r) {
     return p.mask_ends ? 0 : r.tokens - r.q_len;
@@ -662,7 +662,7 @@ struct TokenMask {
     const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
     return uint32(seen << before) | uint32((uint64(1) << before) - 1);
   }
-  // The end of the tokens that the queries of request r see from where the last sees them; `end`: without a mask
+  // Returns the end of the tokens that all queries of request r see from where the last sees them, `end` without mask.
   template <class Operands, class Request>
   __device__ __forceinline__ static int end_for_all(const Operands& p, const Request& r, int) {
     return first_of(p, r);
@@ -680,7 +680,7 @@ struct NoMask {
   }
 };
 
-// Bits of words that are below bit n
+// Returns the bits of a word that are below bit n.
 __device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
 
 // What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
@@ -751,7 +751,7 @@ template <int kTile, int kRows, class Mask> struct RowBlock : Mask {
 struct Sight {
   Span of_first, of_last;
 
-  // For `count` rows from `row` on
+  // Looks at `count` rows from `row` on.
   template <class Operands, class Block>
   __device__ __forceinline__ Sight(const Operands& p, const Block& block, int row, int count)
       : of_first(p, block.request, row / p.group, p.causal),
@@ -766,7 +766,7 @@ using Block   = RowBlock<kTile, kRows, Select<kMasked, TokenMask, NoMask>>;
 using Request = decltype(Block::request);
 
 // ---- attention/columns -----------------------------------------------------
-// The column of the page table that has a token: division by the tokens of a page
+// The column of the page table that has a token is found by a division by the tokens of a page.
 template <class Operands> __device__ __forceinline__ uint32 inverse_of_page(const Operands& p) {
   return (0x80000000u + p.page - 1) / p.page;
 }
@@ -964,7 +964,7 @@ struct OutputRow {
   int   head;
   int64 at;  // among the rows of all heads and query tokens
 
-  // Of query token `token` of request r, and head `in_group` of those that share a KV head
+  // Is that of query token `token` of request r, and head `in_group` of those that share a KV head.
   template <class Operands, class Request>
   __device__ __forceinline__ OutputRow(const Operands& p, const Request& r, int kv_head, int token, int in_group)
       : head(kv_head * p.group + in_group), at(int64(r.q_begin + token) * p.kv_heads * p.group + head) {}
@@ -986,7 +986,7 @@ __device__ __forceinline__ float end_row(
   return sum == 0.0f ? 0.0f : scale / sum;
 }
 
-// Two neighbouring outputs as they are stored: 16 bits or 32
+// Makes two neighbouring outputs what is stored: 16 bits or 32.
 template <class Out> __device__ __forceinline__ uint32 to_outputs(float a, float b) {
   if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
   else return to_pair<Out>(a, b);
@@ -1032,7 +1032,7 @@ template <int kBlocks> struct RowScales {
   }
 };
 
-// Fours as products of warpgroups take them
+// Makes fours what products of warpgroups take.
 template <int kBlocks, int kFours>
 __device__ __forceinline__ float (&flat(float (&x)[kBlocks][kFours][4]))[kBlocks * kFours * 4] {
   return reinterpret_cast<float(&)[kBlocks * kFours * 4]>(x);
@@ -1051,7 +1051,7 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
   float factor[kBlocks][2];  // of the last move
   float o[kBlocks][kSums][4];  // of weighted values
 
-  // Which of a lane's two rows of a block number i of four is of
+  // Returns which of a lane's two rows of a block number i of four is of.
   __device__ __forceinline__ static constexpr int row_of(int i) { return kColumns ? i % 2 : i / 2; }
   // Calls f with each of the distances between the lanes that share a row.
   template <class F> __device__ __forceinline__ static void over_lanes(F f) {
@@ -1204,7 +1204,7 @@ template <int kParts, class Block> __device__ __forceinline__ int row_of(const B
   return block.first_row + threadIdx.x / kWarp * (16 * kParts) + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
 }
 
-// Held in registers, or in shared memory
+// They are in registers, or in shared memory.
 template <class Query, class Mma, int kHeadDim, int kParts, int kThreads, bool kHeld> struct RowQueries {
   static constexpr int kSteps = kHeadDim / 16;
   uint32 words[kHeld ? kParts : 1][kHeld ? kSteps : 1][4];
@@ -1245,7 +1245,7 @@ template <class Query, class Mma, int kHeadDim, int kParts, int kThreads, bool k
       }
     }
   }
-  // The left factor of part n in step m: 16 rows by 16 dimensions
+  // Returns the left factor of part n in step m, 16 rows by 16 dimensions.
   __device__ __forceinline__ void get(int n, int m, uint32 (&a)[4]) const {
     if constexpr (kHeld) {
 #pragma unroll
@@ -1468,7 +1468,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
     if (tiles > 0) Tiles::decode_tile(s, 0);
     __syncthreads();
   }
-  // The tokens that rows of this warp see
+  // These are the tokens that rows of this warp see.
   const int first_row = block.first_row + threadIdx.x / kWarp * kWarpRows;
   const Sight sight(p, block, first_row, kWarpRows);
   const int first = sight.some_first(), end = first_row < block.rows(p) ? sight.some_end() : 0;

@@ -236,6 +236,26 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 }
 }  // namespace ptx
 
+// ---- partials/cluster_copies -----------------------------------------------
+// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers, by addresses in the cluster.
+namespace ptx {
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
+__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
+}
+__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(v), "r"(b) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/tma ----------------------------------------------------------
 // A tensor map: what the host encodes to describe a tensor to TMA.
 struct alignas(64) TensorMap { uint64 opaque[16]; };
@@ -265,26 +285,6 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 
 // The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
-
-// ---- attention/cluster_copies ----------------------------------------------
-// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers.
-namespace ptx {
-__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
-}
-// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
-__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
-}
-__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-               ::"r"(to), "r"(v), "r"(b) : "memory");
-}
-}  // namespace ptx
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -565,7 +565,7 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
     tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
     row_blocks = (q_len * p.group + kRows - 1) / kRows;
   }
-  // The first token that any of its query rows sees
+  // Returns the first token that any of its query rows sees.
   template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
     return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
   }
@@ -574,11 +574,11 @@ template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
   }
 };
 
-// The tokens that a query sees: from `first` to before `end`
+// A query sees the tokens from `first` to before `end`.
 struct Span {
   int first, end;
 
-  // Of query token `query` of a request, or of its last
+  // Is that of query token `query` of a request, or of its last.
   template <class Operands, class Request>
   __device__ __forceinline__ Span(const Operands& p, const Request& r, int query, bool causal) {
     const int at = r.tokens - r.q_len + min(query, r.q_len - 1);
@@ -601,7 +601,7 @@ struct TokenMask {
     row_bits = p.mask_ends ? r.tokens : p.mask_row_bytes * 8;
     begin = p.mask_ends ? int64(p.mask_ends[b]) * 8 : int64(r.q_begin) * row_bits;
   }
-  // The first token of request r that a query may not see
+  // Returns the first token of request r that a query may not see.
   template <class Operands, class Request>
   __device__ __forceinline__ static int first_of(const Operands& p, const Request& r) {
     return p.mask_ends ? 0 : r.tokens - r.q_len;
@@ -621,7 +621,7 @@ struct TokenMask {
     const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
     return uint32(seen << before) | uint32((uint64(1) << before) - 1);
   }
-  // The end of the tokens that the queries of request r see from where the last sees them; `end`: without a mask
+  // Returns the end of the tokens that all queries of request r see from where the last sees them, `end` without mask.
   template <class Operands, class Request>
   __device__ __forceinline__ static int end_for_all(const Operands& p, const Request& r, int) {
     return first_of(p, r);
@@ -639,7 +639,7 @@ struct NoMask {
   }
 };
 
-// Bits of words that are below bit n
+// Returns the bits of a word that are below bit n.
 __device__ __forceinline__ uint32 bits_below(int n) { return __funnelshift_lc(~0u, 0, max(n, 0)); }
 
 // What a query sees of the tokens from `start` on, 32 to a word. Bits of `there` tell those that have a page.
@@ -682,7 +682,7 @@ template <int kBlocks> struct RowScales {
   }
 };
 
-// Fours as products of warpgroups take them
+// Makes fours what products of warpgroups take.
 template <int kBlocks, int kFours>
 __device__ __forceinline__ float (&flat(float (&x)[kBlocks][kFours][4]))[kBlocks * kFours * 4] {
   return reinterpret_cast<float(&)[kBlocks * kFours * 4]>(x);
@@ -701,7 +701,7 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
   float factor[kBlocks][2];  // of the last move
   float o[kBlocks][kSums][4];  // of weighted values
 
-  // Which of a lane's two rows of a block number i of four is of
+  // Returns which of a lane's two rows of a block number i of four is of.
   __device__ __forceinline__ static constexpr int row_of(int i) { return kColumns ? i % 2 : i / 2; }
   // Calls f with each of the distances between the lanes that share a row.
   template <class F> __device__ __forceinline__ static void over_lanes(F f) {
@@ -859,7 +859,7 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
 // branches on it, such as the slots of rings, in uniform registers.
 __device__ __forceinline__ bool in_all(bool condition) { return __any_sync(~0u, condition); }
 
-// Which CTA of a cluster of kClusterCtas this is
+// Returns which CTA of a cluster of kClusterCtas this is.
 template <int kClusterCtas> __device__ __forceinline__ uint32 rank_in_cluster() {
   return kClusterCtas == 1 ? 0 : ptx::cluster_rank();
 }
@@ -873,12 +873,12 @@ template <class Config> struct Work {
   static constexpr int kClusterCtas = Config::kClusterCtas;
 
   static constexpr int kHeadsTokens = (32 << 20) / (2 * (Config::kRowBytes + Config::kScaleBytes));  // that fit into L2
-  // What a query row of a request sees
+  // Returns what a query row of a request sees.
   __device__ __forceinline__ static Span seen_by(const Operands& p, const Request& r, int row) {
     return Span(p, r, row / p.group, p.causal);
   }
 
-  // A part of an item, or all of it
+  // Is a part of an item, or all of it.
   struct alignas(16) Item : Mask {
     Request request;
     int head, row;   // the first of its rows
@@ -898,7 +898,7 @@ template <class Config> struct Work {
     Barrier known[kPlaces];
   };
 
-  // One warp's way through them
+  // Takes one warp through them.
   class Items {
    public:
     __device__ __forceinline__ explicit Items(Places& places) : places_(places) {}
@@ -1024,7 +1024,7 @@ template <class Config> struct Work {
       item.start = start + begin * kTile, item.first = max(item.first, item.start), item.tiles = end - begin;
       return true;
     }
-    // Item i of a request
+    // Makes it item i of a request.
     __device__ __forceinline__ void set(Item& item, int b, int i) const {
       Request& r = item.request;
       r.load(p_, b);
@@ -1147,7 +1147,7 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks, by software times 2^7
+// Decodes the scales of two blocks, by software times 2^7.
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
@@ -1233,7 +1233,7 @@ __device__ __forceinline__ void copy_row_or_clear(uint32 to, const uint8* from, 
   }
 }
 
-// base + a b bytes
+// Returns what lies a b bytes behind base.
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
   const uint8* d;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(base));
@@ -1310,7 +1310,7 @@ template <class Config> struct Expansion {
     __device__ __forceinline__ bool has(const Operands& p, int i) const {
       return uint32(page[i]) < uint32(p.num_pages) && (!kTwoTables || uint32(v_page[i]) < uint32(p.num_pages));
     }
-    // The first token of a warp, and that of a lane
+    // Returns the first token of a warp, and that of a lane.
     __device__ __forceinline__ static int first_of_warp() {
       return ptx::thread_index() / kWarp % kWarps * kOwnTokens;
     }
@@ -1318,7 +1318,7 @@ template <class Config> struct Expansion {
       const int lane = ptx::thread_index() % kWarp;
       return first_of_warp() + lane / 8 / kAcross * 8 + lane % 8;
     }
-    // A bit for each token of the warp that has no page, for the masks
+    // Returns a bit for each token of the warp that has no page, for the masks.
     __device__ __forceinline__ uint32 absent(const Operands& p) const {
       uint32 bits = 0;
 #pragma unroll
@@ -1386,7 +1386,7 @@ template <class Config> struct Expansion {
     const int own_;  // a lane's first token of a tile
     int ahead_;      // tiles from start_ to the next
     int left_ = 0, start_;
-    // Of the item
+    // Those of the item follow.
     int head_, first_, end_;
     const int32* table_;
   };
@@ -1414,7 +1414,7 @@ template <class Config> struct Expansion {
         if (there) load_scales(p, tile);
       }
     }
-    // To where Raw::first_chunk() of the tile stands
+    // Stores to where Raw::first_chunk() of the tile stands.
     __device__ __forceinline__ void store(uint32 to) const {
 #pragma unroll
       for (int i = 0; i < kOwnUnits; ++i) {
@@ -1445,7 +1445,7 @@ template <class Config> struct Expansion {
         }
       }
     }
-    // Where a lane's first chunk stands in a tile
+    // Returns where a lane's first chunk stands in a tile.
     __device__ __forceinline__ static uint32 first_chunk() {
       const int token = Tile::first_of_lane(), chunk = first_unit() * kChunks;
       return chunk / 8 * kBlockBytes + token * 128 + ((chunk % 8 ^ token % 8) * 16);
@@ -1464,7 +1464,7 @@ template <class Config> struct Expansion {
           ptx::mad_wide(tile.page_of<kSide>(i), kSide == kValues ? p.v_page_stride : p.k_page_stride, base);
       return ptx::mad_wide(tile.slot[i], kSide == kValues ? p.v_token_stride : p.k_token_stride, page);
     }
-    // Unit i of a row, of which the last may be a half
+    // Loads unit i of a row, of which the last may be a half.
     __device__ __forceinline__ static uint4 load_unit(const uint8* row, int i) {
       if constexpr (kRowBytes % 16 == 0) return ptx::ld<uint4>(row + i * 16);
       const uint2 lower = ptx::ld<uint2>(row + i * 16);
@@ -1494,13 +1494,13 @@ template <class Config> struct Expansion {
         }
       }
     }
-    // Of the two blocks of unit i
+    // Returns those of the two blocks of unit i.
     __device__ __forceinline__ uint32 scales_of(int i) const {
       if constexpr (!kByFour && kAcross == 1) return scales_[i / 2] >> i % 2 * 16;
       if constexpr (!kByFour) return scales_[i] >> first_unit() * 16;
       return __byte_perm(scales_[2 * i], scales_[2 * i + 1], ptx::thread_index() % 4 * 0x11 + 0x40);
     }
-    // Of a lane's load i
+    // Returns where the lane's load i puts a chunk.
     __device__ __forceinline__ static uint32 chunk_at(uint32 first, int chunk, int i) {
       return (first ^ chunk % 8 * 16) + chunk / 8 * kBlockBytes + i * (kGroup * 128);
     }
@@ -1535,7 +1535,7 @@ struct OutputRow {
   int   head;
   int64 at;  // among the rows of all heads and query tokens
 
-  // Of query token `token` of request r, and head `in_group` of those that share a KV head
+  // Is that of query token `token` of request r, and head `in_group` of those that share a KV head.
   template <class Operands, class Request>
   __device__ __forceinline__ OutputRow(const Operands& p, const Request& r, int kv_head, int token, int in_group)
       : head(kv_head * p.group + in_group), at(int64(r.q_begin + token) * p.kv_heads * p.group + head) {}
@@ -1557,7 +1557,7 @@ __device__ __forceinline__ float end_row(
   return sum == 0.0f ? 0.0f : scale / sum;
 }
 
-// Two neighbouring outputs as they are stored: 16 bits or 32
+// Makes two neighbouring outputs what is stored: 16 bits or 32.
 template <class Out> __device__ __forceinline__ uint32 to_outputs(float a, float b) {
   if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
   else return to_pair<Out>(a, b);
@@ -1605,10 +1605,10 @@ template <class Config> struct Team {
   using State   = Softmax<1, kTile, kWidth, false>;
   using Weights = uint32[kTile / 16][4];
 
-  // Whether a row has these eight of kWidth elements
+  // Returns whether a row has these eight of kWidth elements.
   __device__ __forceinline__ static bool is_own(int eight) { return kHeadDim == kWidth || eight * 8 < kHeadDim; }
 
-  // Which tokens of a tile have no page
+  // Says which tokens of a tile have no page.
   struct Absent {
     uint32 words[kWarps];  // of kOwnTokens
 
@@ -1622,7 +1622,7 @@ template <class Config> struct Team {
       for (int i = 0; i < kWarps; ++i) all |= words[i];
       return all != 0;
     }
-    // A bit for each token that has a page
+    // Sets a bit for each token that has a page.
     __device__ __forceinline__ void complement(uint32 (&there)[kWords]) const {
       constexpr int kOf = 32 / kOwnTokens;
 #pragma unroll
@@ -1644,7 +1644,7 @@ template <class Config> struct Team {
       inner = Work<Config>::seen_by(p, item.request, row + 15).first;
       width = item.end_for_all(p, item.request, Work<Config>::seen_by(p, item.request, row).end) - kTile - inner;
     }
-    // Of this warp, in the request
+    // Returns that of this warp, in the request.
     __device__ __forceinline__ int first_row(const Item& item) const {
       return item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16;
     }
@@ -1782,7 +1782,7 @@ __device__ __forceinline__ float4 to_floats(uint4 v) {
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
-// References and sums of two rows, and those of another part of them
+// Adds to references and sums of two rows those of another part of them.
 __device__ __forceinline__ void add(float4& a, float4 b) {
   const float upper = fmaxf(a.x, b.x), lower = fmaxf(a.z, b.z);
   a = {upper, fmaf(a.y, ptx::ex2_approx(a.x - upper), b.y * ptx::ex2_approx(b.x - upper)),
@@ -2011,7 +2011,7 @@ template <Side kSide> class Producer {
   }
 
  private:
-  // The same to the other CTA of the cluster
+  // Does the same to the other CTA of the cluster.
   __device__ __forceinline__ void share(const Stage& stage, const uint32* absent) {
     constexpr uint32 kOther = 1 - kSide, kBytes = Expansion<Config>::kOwnTokens * 128;
     const uint32 full = ptx::cluster_address(&shared_.full[kSide][stage.slot], kOther);
@@ -2024,7 +2024,7 @@ template <Side kSide> class Producer {
     }
     if constexpr (kSide == kKeys) ptx::st_async(ptx::cluster_address(absent, kOther), absent_, full);
   }
-  // A slot that everybody is through with: where this lane stores to
+  // Waits until everybody is through with a slot, and returns where this lane stores to.
   __device__ __forceinline__ uint32 take(const Stage& stage) const {
     ptx::mbarrier_wait(&shared_.empty[kSide][stage.slot], stage.parity ^ 1);
     return to_ + stage.slot * sizeof(shared_.tiles[0][0]);
@@ -2038,7 +2038,7 @@ template <Side kSide> class Producer {
   Raw raw_;
 };
 
-// From tile `first` on
+// Produces every tile from `first` on that this group takes.
 template <bool kHasKeys, bool kHasValues>
 __device__ __forceinline__ void produce(const Operands& p, Shared& shared, int first) {
   const bool finds = kHasKeys && __shfl_sync(~0u, threadIdx.x / kWarp, 0) == Config::kConsumers / kWarp;

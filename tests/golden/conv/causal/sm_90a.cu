@@ -312,11 +312,11 @@ __device__ __forceinline__ float value(const uint32* words, int i) {
   return i % 2 ? high<In>(words[i / 2]) : low<In>(words[i / 2]);
 }
 __device__ __forceinline__ float value(const float* v, int i) { return v[i]; }
-__device__ __forceinline__ void hold(Channels& v, const Packed& w) {
+__device__ __forceinline__ void unpack(Channels& v, const Packed& w) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) v[i] = value(w, i);
 }
-__device__ __forceinline__ void hold(Packed& v, const Packed& w) {
+__device__ __forceinline__ void unpack(Packed& v, const Packed& w) {
 #pragma unroll
   for (int i = 0; i < kVec; i += 2) v[i / 2] = w[i / 2];
 }
@@ -324,7 +324,7 @@ __device__ __forceinline__ void pack(Packed& w, const Channels& v) {
 #pragma unroll
   for (int i = 0; i < kVec; i += 2) w[i / 2] = to_pair<In>(v[i], i + 1 < kVec ? v[i + 1] : 0.0f);
 }
-__device__ __forceinline__ void pack(Packed& w, const Packed& v) { hold(w, v); }
+__device__ __forceinline__ void pack(Packed& w, const Packed& v) { unpack(w, v); }
 
 template <int N> __device__ __forceinline__ void store_run(In* p, const uint32* w) {
   if constexpr (N == 1) ptx::st(p, uint16(w[0]));
@@ -344,8 +344,8 @@ template <int N> struct Columns {
   __device__ __forceinline__ float operator()(int i, int j) const {
     return kRun == 1 ? low<In>(words[i * N + j]) : value(words, i * N + j);
   }
-  // Keeps the compiler from holding floats instead.
-  __device__ __forceinline__ void keep() {
+  // Hides from the compiler what words are, so that it does not hold floats instead.
+  __device__ __forceinline__ void make_opaque() {
 #pragma unroll
     for (uint32& word : words) asm volatile("" : "+r"(word));
   }
@@ -381,7 +381,7 @@ struct Filter {
     columns.load(weights + channel * (kPast + 1));
     Packed w = {};
     if (biases != nullptr) ld_halves<kVec>(biases + channel, w);
-    hold(bias, w);
+    unpack(bias, w);
 #pragma unroll
     for (int j = 0; j <= kPast; ++j) {
 #pragma unroll
@@ -392,7 +392,7 @@ struct Filter {
 
   // Takes the next token: what it gives is stored at `out`, what came last is in `past`.
   __device__ __forceinline__ void step(Held (&past)[kPast], const Packed& token, In* out) {
-    if constexpr (kBySequence) columns.keep();
+    if constexpr (kBySequence) columns.make_opaque();
     Channels result;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
@@ -407,7 +407,7 @@ struct Filter {
 #pragma unroll
       for (int i = 0; i < sizeof(Held) / 4; ++i) past[j][i] = past[j + 1][i];
     }
-    hold(past[kPast - 1], token);
+    unpack(past[kPast - 1], token);
     Packed w;
     pack(w, result);
     store_run<kVec>(out, w);
@@ -457,7 +457,7 @@ struct States {
       }
     }
 #pragma unroll
-    for (int j = 0; j < kPast; ++j) hold(past[j], columns[j]);
+    for (int j = 0; j < kPast; ++j) unpack(past[j], columns[j]);
   }
   __device__ __forceinline__ void store_column(In* state, int64 column, const Held& v) const {
     Packed w;
@@ -512,7 +512,7 @@ __device__ __forceinline__ void run(Filter& filter, Rows& rows, const States& st
     for (int j = 0; j < kPast; ++j) {
       Packed w;
       ld_halves<kVec>(rows.x + (token - kPast + j) * rows.x_stride, w);
-      hold(past[j], w);
+      unpack(past[j], w);
     }
   };
   if (is_first) {
@@ -540,7 +540,7 @@ __device__ __forceinline__ void run(Filter& filter, Rows& rows, const States& st
     for (; t + kAhead <= until; t += kAhead) {  // the next loads are under way beside the sums
       Packed now[kAhead];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) hold(now[a], rows.next[a]);
+      for (int a = 0; a < kAhead; ++a) unpack(now[a], rows.next[a]);
       rows.load_ahead(t + kAhead, until);
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
@@ -556,7 +556,7 @@ __device__ __forceinline__ void run(Filter& filter, Rows& rows, const States& st
     if (is_drafted && kPast - 1 + t - start < states.length)
       states.store_column(state, kPast - 1 + t - start, past[kPast - 1]);
 #pragma unroll
-    for (int a = 0; a + 1 < kAhead; ++a) hold(rows.next[a], rows.next[a + 1]);
+    for (int a = 0; a + 1 < kAhead; ++a) unpack(rows.next[a], rows.next[a + 1]);
     if (kBySequence && t + kAhead < until)
       ld_halves<kVec>(rows.x + (t + kAhead) * rows.x_stride, rows.next[kAhead - 1]);
   }

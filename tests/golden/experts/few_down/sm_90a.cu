@@ -722,20 +722,27 @@ __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
   return sum;
 }
 
-// ---- experts/routing -------------------------------------------------------
-// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
 namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+}  // namespace ptx
+
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// Relaxed, because kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) { return int32(ld_relaxed_4(p)); }
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) { return int64(ld_relaxed_8(p)); }
 __device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
 __device__ __forceinline__ int4 ld_fresh_16(const void* p) {
   int4 v;
@@ -780,7 +787,7 @@ constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kGroups     = 16;       // of one warp each
 constexpr int kStages     = 3;
-constexpr int kCtas       = 2;         // of an SM
+constexpr int kMinCtas    = 2;         // that an SM must hold at once; bounds the registers
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
@@ -793,7 +800,7 @@ using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
 using Sums  = GroupSums<Piece, kGroups, kRows>;
 
 // ---- shared memory ---------------------------------------------------------
-struct Ring {
+struct Buffers {
   alignas(128) uint8 weight[kGroups][kStages][Piece::kBytes];
   alignas(128) uint8 x[kGroups][2][Piece::kRowBytes];  // one row of a chunk
   alignas(128) uint8 zeros[Piece::kRowBytes];
@@ -801,7 +808,7 @@ struct Ring {
 };
 struct Shared {
   union {
-    Ring ring;
+    Buffers buffers;
     Sums sums;  // once every warp is through
   };
   float scale[kTileM][kRows], bias[kTileM][kRows];  // of the rows of the weights, by the number of the expert
@@ -823,7 +830,7 @@ struct Turns {
 };
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_down(
     const In* __restrict__ x,              // h [tokens * slots, k]
     const uint8* __restrict__ weight,      // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ scale,       // [experts, round_up(n, 64)]
@@ -843,8 +850,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
 
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
-  Shared& s    = *reinterpret_cast<Shared*>(dynamic);
-  Ring&   ring = s.ring;
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  Buffers& buffers = s.buffers;
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int shares = kHasClusters ? gridDim.x : 1, share = blockIdx.x;  // of the chunks; a cluster is a line along x
   const int row = blockIdx.y * kRows;
@@ -854,7 +861,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   if constexpr (kHasTma) {
     if (lane == 0) {
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&ring.full[warp][i], 1);
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&buffers.full[warp][i], 1);
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
@@ -877,8 +884,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   const uint8* const rows_of_0 = weight + row / kTileRows * strip;
   const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
                                              row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
-  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
-  Barrier* const full = ring.full[warp];
+  uint8 (*const stages)[Piece::kBytes] = buffers.weight[warp];
+  Barrier* const full = buffers.full[warp];
   const Turns begin = {(first + warp) / chunks, (first + warp) % chunks};
 
   Turns ahead = begin;  // the next piece to load
@@ -900,7 +907,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   }
   if (thread < count) s.assignment[thread] = assignment;
   if (thread < tokens * slots) s.factor[thread] = weights == nullptr ? 1.0f : ptx::ld_fresh_f32(weights + thread);
-  for (int i = thread; i < Piece::kRowBytes / 4; i += kThreads) reinterpret_cast<uint32*>(ring.zeros)[i] = 0;
+  for (int i = thread; i < Piece::kRowBytes / 4; i += kThreads) reinterpret_cast<uint32*>(buffers.zeros)[i] = 0;
   __syncthreads();
   if constexpr (kHasPdl) ptx::griddep_wait();
 
@@ -911,7 +918,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
     if (lane < kTileCols / 8) ptx::copy_async_or_zero(to + lane * 16, x + of * k + column, column < k ? 16 : 0);
     next.advance(chunks);
   };
-  const uint32 x_stages = ptx::shared_address(ring.x[warp]), zeros = ptx::shared_address(ring.zeros);
+  const uint32 x_stages = ptx::shared_address(buffers.x[warp]), zeros = ptx::shared_address(buffers.zeros);
   if (turns > 0) load_x(x_stages);
   ptx::copy_async_commit();
 

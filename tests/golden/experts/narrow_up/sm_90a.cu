@@ -739,20 +739,27 @@ __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
   return sum;
 }
 
-// ---- experts/routing -------------------------------------------------------
-// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
 namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+}  // namespace ptx
+
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// Relaxed, because kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) { return int32(ld_relaxed_4(p)); }
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) { return int64(ld_relaxed_8(p)); }
 __device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
 __device__ __forceinline__ int4 ld_fresh_16(const void* p) {
   int4 v;
@@ -886,7 +893,7 @@ constexpr int kWarpBlocks = 4;  // of 16 rows
 constexpr int kRowWarps   = 1;
 constexpr int kGroups     = 4;
 constexpr int kStages     = 2;
-constexpr int kCtas       = 4;  // of an SM
+constexpr int kMinCtas    = 4;  // that an SM must hold at once; bounds the registers
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 constexpr bool kDown        = kProduct == Product::kDown;
@@ -903,7 +910,7 @@ using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
 using Sums  = GroupSums<Piece, kGroups, kRows>;
 
 // ---- shared memory ---------------------------------------------------------
-struct Ring {
+struct Buffers {
   alignas(128) uint8 weight[kWarps][kStages][Piece::kBytes];
   alignas(128) uint8 x[kGroups][2][Piece::kXBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
@@ -921,7 +928,7 @@ struct Rows {
 };
 struct Shared {
   union {
-    Ring ring;
+    Buffers buffers;
     Sums sums;  // once every warp is through
   };
   Rows rows;
@@ -998,7 +1005,7 @@ struct Results {
 };
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_narrow_up(
     const In* __restrict__ x,                 // [tokens, k]
     const uint8* __restrict__ weight,         // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ scale,          // [experts, round_up(n, 64)]
@@ -1025,8 +1032,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     float swiglu_limit
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
-  Shared& s    = *reinterpret_cast<Shared*>(dynamic);
-  Ring&   ring = s.ring;
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  Buffers& buffers = s.buffers;
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int group = warp / kRowWarps, place = thread % kGroupThreads;
   const int shares = kHasClusters ? gridDim.x : 1, share = blockIdx.x;  // of the columns; a cluster is a line along x
@@ -1036,7 +1043,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
   if constexpr (kHasTma) {
     if (lane == 0) {
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&ring.full[warp][i], 1);
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&buffers.full[warp][i], 1);
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
@@ -1062,8 +1069,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
   const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * Piece::kTileBytes;
   const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
                                              row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
-  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
-  Barrier* const full = ring.full[warp];
+  uint8 (*const stages)[Piece::kBytes] = buffers.weight[warp];
+  Barrier* const full = buffers.full[warp];
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (has_rows && i < turns) pieces.load(stages[i], tile + i * (kGroups * Piece::kTileBytes), &full[i], lane);
@@ -1091,7 +1098,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
 
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + column, x_stride, rows, int(k) - column, x_row};
-  const uint32 x_stages = ptx::shared_address(ring.x[group]);
+  const uint32 x_stages = ptx::shared_address(buffers.x[group]);
   const uint32 x_to     = x_stages + x_row * Piece::kRowBytes + (place % 8 ^ x_row % 8) * 16;
   if (turns > 0) chunk.load(x_to, s.rows);
   ptx::copy_async_commit();

@@ -219,6 +219,21 @@ __device__ __forceinline__ int32 ld_cluster_4(const void* p, uint32 rank) {
 }
 }  // namespace ptx
 
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
+namespace ptx {
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -307,17 +322,9 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 // ---- experts/routing -------------------------------------------------------
 // Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
 namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
+// Relaxed, because kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) { return int32(ld_relaxed_4(p)); }
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) { return int64(ld_relaxed_8(p)); }
 __device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
 __device__ __forceinline__ int4 ld_fresh_16(const void* p) {
   int4 v;

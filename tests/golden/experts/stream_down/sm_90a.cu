@@ -695,20 +695,27 @@ __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
   return sum;
 }
 
-// ---- experts/routing -------------------------------------------------------
-// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
 namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+}  // namespace ptx
+
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// Relaxed, because kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) { return int32(ld_relaxed_4(p)); }
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) { return int64(ld_relaxed_8(p)); }
 __device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
 __device__ __forceinline__ int4 ld_fresh_16(const void* p) {
   int4 v;
@@ -890,7 +897,7 @@ constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kWarpBlocks = 4;  // of 16 rows
 constexpr int kWarps      = 4;        // that multiply
 constexpr int kStages     = 2;
-constexpr int kCtas       = 2;         // of an SM
+constexpr int kMinCtas    = 2;         // that an SM must hold at once; bounds the registers
 constexpr bool kDown      = kProduct == Product::kDown;
 
 constexpr int kMost    = 512;  // assignments
@@ -957,7 +964,7 @@ struct Results {
 };
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_stream_down(
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_stream_down(
     const In* __restrict__ x,              // h [tokens * slots, k]
     const uint8* __restrict__ weight,      // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ scale,       // [experts, round_up(n, 64)]

@@ -650,14 +650,49 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
+// ---- partials/cluster_copies -----------------------------------------------
+// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers, by addresses in the cluster.
+namespace ptx {
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
+__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
+}
+__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(v), "r"(b) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma_store ----------------------------------------------------
+namespace ptx {
+// Stores a box of a tensor from shared memory.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, uint32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(from) : "memory");
+}
+}  // namespace ptx
+
 // ---- gemm/wide_copies ------------------------------------------------------
 // Copies around the products of warpgroups, and what CTAs tell each other.
 namespace ptx {
-// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
-}
-
 // Copies `bytes` bytes, which count towards the barrier.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
   asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -670,14 +705,6 @@ __device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, in
                " [%0], [%1, {%2, %3}], [%4], %5;"
                ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
 }
-// Stores a box, as a group of its own.
-__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the stores of this thread have read their source.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ __forceinline__ uint16 ld_16(const void* p) {
   uint16 v;
@@ -886,13 +913,6 @@ enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpg
 using Sums = float[kSums];
 
 // ---- experts/wide_mainloop -------------------------------------------------
-namespace ptx {
-// Arrives at a barrier of the cluster, by its address there.
-__device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-}  // namespace ptx
-
 // Products of one thread of a consumer warpgroup, which has 64 rows of the weight. Fragments are those of half a step.
 constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
 static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
@@ -1059,20 +1079,27 @@ class Consumer {
   Ring<kStages> ring_;
 };
 
-// ---- experts/routing -------------------------------------------------------
-// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
 namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+}  // namespace ptx
+
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// Relaxed, because kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) { return int32(ld_relaxed_4(p)); }
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) { return int64(ld_relaxed_8(p)); }
 __device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
 __device__ __forceinline__ int4 ld_fresh_16(const void* p) {
   int4 v;

@@ -583,7 +583,7 @@ template <> struct Token<false> { float decay, beta; static constexpr int64 step
 __device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
 __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 
-// log(1 + exp(x)), which is x itself from about 17 on
+// Returns log(1 + exp(x)), which is x itself from about 17 on.
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // What every row of an item needs: load() issues the loads, the other functions use the loaded values.
@@ -634,14 +634,14 @@ template <class C, bool kSteps> struct ItemInputs {
     for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
   }
 
-  // The squared length of the team's row
+  // Returns the squared length of the team's row.
   static __device__ __forceinline__ float squares(const float (&x)[4]) {
     float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
     group_sum<kRowLanes>(ssq);
     return ssq[0];
   }
 
-  // The gates of token threadIdx.x
+  // Returns the gates of token threadIdx.x.
   template <class Operands>
   __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item<C>& item) const {
     Token<kSteps> token;

@@ -790,7 +790,7 @@ __device__ __forceinline__ void put_state(const Rows& h, In (&to)[kTileV][kRow])
   }
 }
 
-// v - state h k
+// Puts v - state h k, the rests.
 __device__ __forceinline__ void put_rests(const Stage& stage, const In (&state)[kTileV][kRow], Shared& shared) {
   const int first = warp_of() * kBlock;
   const uint32 keys = right_in(&stage.keys[first]);
@@ -816,7 +816,7 @@ __device__ __forceinline__ void put_rests(const Stage& stage, const In (&state)[
   }
 }
 
-// u = the rests solve^T
+// Puts the updates u, which are the rests times the transpose of solve.
 __device__ __forceinline__ void put_updates(const Stage& stage, const uint4 (&solve)[kBlocks], Shared& shared) {
   Tokens u;
   multiply_steps<kBlocks, kTokenRow>(u, left_in(shared.rests), warp_of() + 1, [&](int k) { return solve[k]; });

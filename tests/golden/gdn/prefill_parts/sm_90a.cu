@@ -493,7 +493,7 @@ template <typename In> class Pairs<Lower<In>> {
   // From block `first` of the row of blocks `row` on.
   __device__ __forceinline__ Pairs(uint32 thread, int row, int first)
       : at_{at(thread, Lower<In>::block(row, first), 0), at(thread, Lower<In>::block(row, first), 1)} {}
-  // `down` blocks further down, if the row is 0
+  // Returns the pair `down` blocks further down, if the row is 0.
   template <typename T> __device__ __forceinline__ uint32& in(Lower<T>& lower, int down, int n, int half) const {
     const int blocks = Lower<In>::block(down, 0) + n / 2;
     return *reinterpret_cast<uint32*>(

@@ -1049,11 +1049,11 @@ template <class Config> struct Epilogue {
   // The CTA with the first part of the columns adds the sums of the other parts to its own, in their order; true there.
   __device__ __forceinline__ bool add_splits(SplitExchange<Config>& exchange, uint32 (&r)[kRegisters],
                                              ClusterPlace<Config> place) {
-    constexpr uint32 kCtas = ClusterShape<Config>::kSplitCtas;
+    constexpr uint32 kSplitCtas = ClusterShape<Config>::kSplitCtas;
     const uint32 parity = exchange_parity;
     exchange_parity ^= 1;
     if (place.split() > 0) {
-      const uint32 first = place.rank % kCtas;
+      const uint32 first = place.rank % kSplitCtas;
       const uint32 to = ptx::cluster_address(&exchange.sums[place.split() - 1][0][lane], first);
       ptx::mbarrier_wait_cluster(&exchange.empty, parity ^ 1);
 #pragma unroll
@@ -1074,7 +1074,7 @@ template <class Config> struct Epilogue {
     __syncwarp();
     if (leader)
       for (int split = 1; split < Config::kSplit; ++split)
-        ptx::mbarrier_arrive_cluster(&exchange.empty, place.rank + split * kCtas);
+        ptx::mbarrier_arrive_cluster(&exchange.empty, place.rank + split * kSplitCtas);
     return true;
   }
   // From shared memory to the first `rows` rows of a part, of which `cols` columns are left.

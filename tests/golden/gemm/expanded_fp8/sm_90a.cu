@@ -359,14 +359,49 @@ __device__ __forceinline__ uint32 thread_index() {
 }
 }  // namespace ptx
 
+// ---- partials/cluster_copies -----------------------------------------------
+// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers, by addresses in the cluster.
+namespace ptx {
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
+__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
+}
+__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(v), "r"(b) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma_store ----------------------------------------------------
+namespace ptx {
+// Stores a box of a tensor from shared memory.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, uint32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(from) : "memory");
+}
+}  // namespace ptx
+
 // ---- gemm/wide_copies ------------------------------------------------------
 // Copies around the products of warpgroups, and what CTAs tell each other.
 namespace ptx {
-// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
-}
-
 // Copies `bytes` bytes, which count towards the barrier.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
   asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -379,14 +414,6 @@ __device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, in
                " [%0], [%1, {%2, %3}], [%4], %5;"
                ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
 }
-// Stores a box, as a group of its own.
-__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the stores of this thread have read their source.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ __forceinline__ uint16 ld_16(const void* p) {
   uint16 v;
@@ -998,17 +1025,6 @@ template <Format kFormat> class Expansion {
   }
 };
 
-// ---- partials/bulk_groups --------------------------------------------------
-// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
-namespace ptx {
-// The stores that this thread has started since the last group become one.
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last kAllowed groups of this thread have read their source.
-template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
-
 // ---- partials/reciprocal ---------------------------------------------------
 // 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
 // its remainder (Markstein).
@@ -1232,7 +1248,8 @@ struct Destination {
   bool  gated;
 
   __device__ __forceinline__ void store(uint32 row, const uint8* from) const {
-    ptx::tma_store(out, gated ? at.y / 2 : at.y, at.x + row, from);
+    ptx::tma_store(out, gated ? at.y / 2 : at.y, at.x + row, ptx::shared_address(from));
+    ptx::bulk_commit();
   }
 };
 
@@ -1339,7 +1356,7 @@ __device__ __forceinline__ void release(Shared& shared, const Ring<kSlots>& ring
   if constexpr (kCluster == 1) {
     if (lane == 0) ptx::mbarrier_arrive(b);
   } else {
-    if (lane < kCluster) ptx::mbarrier_arrive_cluster(b, lane);
+    if (lane < kCluster) ptx::mbarrier_arrive_at(ptx::cluster_address(b, lane));
   }
 }
 // Sums of a tile. A product is started before the one before it is waited for.
@@ -1430,7 +1447,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_expanded_fp8(
       const uint32 thread = ptx::thread_index() % 128;
       write_parts<Results, kParts>(shared.results[team], to, sums, kTeamBarrier + team, thread, upper, lower);
     }
-    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
+    if (ptx::thread_index() % 128 == 0) ptx::bulk_wait_read<0>();
   }
   if constexpr (kCluster > 1) ptx::cluster_sync();  // others may still write to this CTA's shared memory
 }

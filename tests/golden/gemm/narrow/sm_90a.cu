@@ -821,7 +821,7 @@ constexpr int kRowWarps   = 1;
 constexpr int kGroups     = 16;
 constexpr int kStages     = 2;
 constexpr int kXStages    = 2;  // of chunks of x
-constexpr int kCtas       = 2;  // of an SM
+constexpr int kMinCtas    = 2;  // that an SM must hold at once; bounds the registers
 constexpr bool kGated     = false;  // rows are the gates of eight features, then their ups
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
@@ -839,13 +839,13 @@ using Sums  = GroupSums<Piece, kGroups, kRows>;
 constexpr int kRoomBytes = kXRows * Piece::kRowBytes;
 
 // ---- shared memory ---------------------------------------------------------
-struct Ring {
+struct Buffers {
   alignas(128) uint8 weight[kWarps][kStages][Piece::kBytes];
   alignas(128) uint8 x[kGroups][kXStages][kRoomBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 union Shared {
-  Ring ring;
+  Buffers buffers;
   Sums sums;  // once every warp is through
 };
 
@@ -882,7 +882,7 @@ __device__ __forceinline__ void group_sync(int group) {
 }
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) gemm_narrow(
     const In* __restrict__ x,             // [m, k]
     const uint8* __restrict__ weight,     // [ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ row_scale,  // [round_up(n, 64)] of MXFP4, else null
@@ -898,8 +898,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     int64 out_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
-  Shared& s    = *reinterpret_cast<Shared*>(dynamic);
-  Ring&   ring = s.ring;
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  Buffers& buffers = s.buffers;
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int group = warp / kRowWarps, place = thread % kGroupThreads;
   const int shares = kHasClusters ? gridDim.x : 1, share = blockIdx.x;  // of the columns; a cluster is a line along x
@@ -924,13 +924,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + (first_m + x_row) * x_stride + column, kTurnRows * x_stride, min(rows, kTileM) - x_row,
                   int(k) - column};
-  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
-  Barrier* const full = ring.full[warp];
+  uint8 (*const stages)[Piece::kBytes] = buffers.weight[warp];
+  Barrier* const full = buffers.full[warp];
   const auto load = [&](int stage) {  // the next piece
     pieces.load(stages[stage], tile, &full[stage], lane);
     tile += kGroups * Piece::kTileBytes;
   };
-  const uint32 x_stages = ptx::shared_address(ring.x[group]);
+  const uint32 x_stages = ptx::shared_address(buffers.x[group]);
   const uint32 x_to     = x_stages + x_row * Piece::kRowBytes + (place % 8 ^ x_row % 8) * 16;
 
   if constexpr (kHasTma) {

@@ -660,14 +660,49 @@ __device__ __forceinline__ void start_product(float (&sums)[kSums], const Fragme
   ptx::wgmma_commit();
 }
 
+// ---- partials/cluster_copies -----------------------------------------------
+// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers, by addresses in the cluster.
+namespace ptx {
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
+__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
+}
+__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(v), "r"(b) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma_store ----------------------------------------------------
+namespace ptx {
+// Stores a box of a tensor from shared memory.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, uint32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(from) : "memory");
+}
+}  // namespace ptx
+
 // ---- gemm/wide_copies ------------------------------------------------------
 // Copies around the products of warpgroups, and what CTAs tell each other.
 namespace ptx {
-// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
-}
-
 // Copies `bytes` bytes, which count towards the barrier.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
   asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -680,14 +715,6 @@ __device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, in
                " [%0], [%1, {%2, %3}], [%4], %5;"
                ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
 }
-// Stores a box, as a group of its own.
-__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the stores of this thread have read their source.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ __forceinline__ uint16 ld_16(const void* p) {
   uint16 v;
@@ -715,13 +742,6 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 //
 // kRound slots in a row, the first of the ring being the first, are one body of a loop: their addresses need no
 // instructions, which else take up to a ninth of the time.
-namespace ptx {
-// Arrives at a barrier, by its address in the cluster.
-__device__ __forceinline__ void mbarrier_arrive_at(uint32 address) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-}
-}  // namespace ptx
-
 template <class Shared, class Weight, int kTileM, int kTurns, int kCluster> struct StepConsumer {
   static constexpr int kSlots = sizeof(Shared::full) / sizeof(Barrier), kRound = kSlots / kTurns, kMostRound = 8;
   using Sums  = float[kTileM / 2];
@@ -765,7 +785,7 @@ template <class Shared, class Weight, int kTileM, int kTurns, int kCluster> stru
     ptx::wgmma_wait<1>();  // a is free
     if (goes_on) Weight::decode(a, codes);
   }
-  // The next `steps` steps of the warpgroup, at least one
+  // Takes the next `steps` steps of the warpgroup, at least one.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) sums[i] = 0.0f;
@@ -858,7 +878,7 @@ template <class Shared, class Weight, int kTileM, int kDepth, int kCluster> stru
     if constexpr (kCluster == 1) {
       if (place.lane == 0) ptx::mbarrier_arrive(b);
     } else {
-      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
+      if (place.lane < kCluster) ptx::mbarrier_arrive_at(ptx::cluster_address(b, place.lane));
     }
   }
   // `products` half steps of the warpgroup. Of two sets of fragments one is filled while tensor cores read the other.
@@ -1105,7 +1125,7 @@ template <class Config> class WideSchedule {
       begin_ = share_begin(id), end_ = share_begin(id + 1);
     }
   }
-  // The first step of a cluster's share, counted over all divided tiles
+  // Returns the first step of a cluster's share, counted over all divided tiles.
   __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
     return divided_steps_ * cluster / ptx::clusters();
   }
@@ -1150,15 +1170,6 @@ template <class Config> class WideSchedule {
 //   warpgroup of CTA r                                 that of the other
 //     waits for empty of its own CTA                     arrives at empty here, once it has read what it took
 //     writes `given`; a copy to `taken` of the other     waits for the bytes in its full, reads `taken`
-namespace ptx {
-// From this CTA's shared memory to that of the CTA `rank`, where the bytes count towards the barrier.
-__device__ __forceinline__ void bulk_give(const void* to, const void* from, uint32 bytes, Barrier* b, uint32 rank) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(cluster_address(to, rank)), "r"(shared_address(from)), "r"(bytes), "r"(cluster_address(b, rank))
-               : "memory");
-}
-}  // namespace ptx
-
 template <int kTileM> struct CommonSums {
   static constexpr int    kFours = kTileM / 16;  // of a thread, as four() counts them, for half of the rows of x
   static constexpr uint32 kBytes = kFours * 128 * sizeof(float4);
@@ -1180,7 +1191,8 @@ template <int kTileM> struct CommonSums {
     ptx::barrier_sync(barrier, 128);
     if (thread == 0) {
       ptx::mbarrier_arrive_expect_tx(&full, kBytes);
-      ptx::bulk_give(taken, given, kBytes, &full, rank ^ 1);
+      const uint32 to = ptx::cluster_address(taken, rank ^ 1), from = ptx::shared_address(given);
+      ptx::copy_shared(to, from, kBytes, ptx::cluster_address(&full, rank ^ 1));
     }
     ptx::mbarrier_wait(&full, parity);
 #pragma unroll
@@ -1190,7 +1202,7 @@ template <int kTileM> struct CommonSums {
       if (rank != 0) add(sums, kFours + i, other);
     }
     ptx::barrier_sync(barrier, 128);
-    if (thread == 0) ptx::mbarrier_arrive_cluster(&empty, rank ^ 1);
+    if (thread == 0) ptx::mbarrier_arrive_at(ptx::cluster_address(&empty, rank ^ 1));
   }
 };
 template <> struct CommonSums<0> {  // no rows are common
@@ -1363,15 +1375,15 @@ constexpr int kWeightSlots = 13;
 constexpr bool kGated      = false;  // rows of the weight are gates and ups
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
 constexpr bool kWhole      = false;  // a slot has a whole step
-constexpr int kCtas        = 1;  // of an SM
+constexpr int kMinCtas     = 1;  // that an SM must hold at once; bounds the registers
 
 constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
 constexpr int kConsumers = kTeams * 128;      // threads
 constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kCtas / kThreads registers, in eights. Producers need few.
+// A thread starts with 65536 / kMinCtas / kThreads registers, in eights. Producers need few.
 constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
-    (65536 / kCtas / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+    (65536 / kMinCtas / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
 constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
@@ -1489,7 +1501,7 @@ template <class S> struct Turns<true, S> {  // whole steps
 };
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) gemm_wide_fp4(
     const __grid_constant__ TensorMap x,              // [m, round_up(k, 128)], boxes [kCopyM, kHalf]
     const __grid_constant__ TensorMap weight,         // [n, k / 2] bytes, boxes [64, 64]
     const __grid_constant__ TensorMap weight_scales,  // [n / 128, 64 words for each 4 columns of scales]
@@ -1569,7 +1581,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
         }
         ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        if (thread == 0 && col < n) ptx::tma_store(out, kGated ? col / 2 : col, at.x + number * kPartM, rows);
+        if (thread != 0 || col >= n) return;
+        ptx::tma_store(out, kGated ? col / 2 : col, at.x + number * kPartM, ptx::shared_address(rows));
+        ptx::bulk_commit();
       };
       if constexpr (kSharers > 1) {
         float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
@@ -1600,7 +1614,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
           }
         }
         Part* const rows = shared.of(team);
-        if (thread == 0) ptx::tma_store_wait();
+        if (thread == 0) ptx::bulk_wait_read<0>();
         ptx::barrier_sync(kTeamBarrier + team, 128);
         if (is_common) {
           shared.common.exchange(sums, rank, tiles++ % 2, kTeamBarrier + team, thread);
@@ -1615,7 +1629,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_wide_fp4(
         store(rows[1], 1);
       }
     }
-    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
+    if (ptx::thread_index() % 128 == 0) ptx::bulk_wait_read<0>();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
   }
   if constexpr (kCluster > 1) ptx::cluster_sync();  // others may still write to this CTA's shared memory

@@ -355,7 +355,7 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[kUnit]) {
   for (int i = 0; i < kUnit; i += 2) even = fmaf(x[i], x[i], even), odd = fmaf(x[i + 1], x[i + 1], odd);
   return even + odd;
 }
-// round((x * s) * w)
+// Sets `to` to round((x * s) * w).
 template <typename T>
 __device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit]) {
 #pragma unroll

@@ -356,7 +356,7 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[kUnit]) {
   for (int i = 0; i < kUnit; i += 2) even = fmaf(x[i], x[i], even), odd = fmaf(x[i + 1], x[i + 1], odd);
   return even + odd;
 }
-// round((x * s) * w)
+// Sets `to` to round((x * s) * w).
 template <typename T>
 __device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit]) {
 #pragma unroll
@@ -741,7 +741,7 @@ __device__ __forceinline__ float silu(float v) {
 }
 
 // ---- partials/silu ---------------------------------------------------------
-// round(silu(gate) * up)
+// Returns round(silu(gate) * up).
 template <typename In>
 __device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {
   float v[16];
@@ -808,7 +808,7 @@ __device__ __forceinline__ void write_units(In* to, const Unit& u, uint32 unit, 
   if (unit + !odd < units) ptx::st_16(half + kUnit, {odd_half[0], odd_half[1], odd_half[2], odd_half[3]});
 }
 
-// round(((x * s) * w) * silu(z))
+// Sets `to` to round(((x * s) * w) * silu(z)).
 __device__ __forceinline__ void scale_gated(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit],
                                             const Unit& z) {
 #pragma unroll

@@ -615,7 +615,7 @@ __device__ __forceinline__ float silu(float v) {
 }
 
 // ---- partials/silu ---------------------------------------------------------
-// round(silu(gate) * up)
+// Returns round(silu(gate) * up).
 template <typename In>
 __device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {
   float v[16];

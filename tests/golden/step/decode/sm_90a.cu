@@ -44,33 +44,30 @@ struct Config {
   static constexpr bool kInterleaved = false;  // scales of values, of four tokens
 };
 
-// ---- partials/mma_half -----------------------------------------------------
-// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+// ---- partials/matrices -----------------------------------------------------
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
 namespace ptx {
-// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
-// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
-template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
 }
-template <>
-__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
-// lane gets the pair at row g, columns 2 t and 2 t + 1.
-__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
   uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
   return v;
 }
 }  // namespace ptx
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
 // A function for each instruction that several kernels use.
@@ -201,6 +198,155 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- attention/cvt_e2m1 ----------------------------------------------------
+namespace ptx {
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
+__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
+      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
+      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
+      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
+      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
+      "}"
+      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
+}
+}  // namespace ptx
+
+// ---- attention/codes -------------------------------------------------------
+// a b + c as one instruction: the compiler would make a shift and an addition of it.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
+// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
+// such a byte: a carry takes the sign to the top.
+__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(word, pair);
+  } else {
+    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
+    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
+    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
+    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
+  }
+}
+// Decodes the scales of two blocks, by software times 2^7.
+__device__ __forceinline__ uint32 decode_scales(uint32 two) {
+  const uint32 s = decode_e4m3x2(uint16(two));
+  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
+}
+
+// ---- attention/tile_rows ---------------------------------------------------
+// A lane reads words of rows of a tile in shared memory.
+template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, uint32 (&w)[kWords]) {
+  if constexpr (kWords == 1) w[0] = *reinterpret_cast<const uint32*>(p);
+  if constexpr (kWords == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (kWords == 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+
+// kWords words of a row; `place` is the offset of the first chunk.
+template <int kWords>
+__device__ __forceinline__ void ld_row(const uint8* tile, int place, uint32 (&w)[kWords]) {
+  if constexpr (kWords <= 4) {
+    ld_words<kWords>(tile + place, w);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint32 four[4];
+      ld_words<4>(tile + (place ^ i * 4), four);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[i + j] = four[j];
+    }
+  }
+}
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -286,38 +432,313 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
-
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+// ---- attention/nvfp4_tile --------------------------------------------------
+// Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
+__device__ __forceinline__ uint32 low_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {lo, lo};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
 }
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+__device__ __forceinline__ uint32 high_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {hi, hi};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
 }
+
+// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
+// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
+// have the same: lane c of a row of K takes kWidth / 4 neighbouring dimensions, lane g of V takes kWidth / 8, and
+// queries and outputs use the same order.
+//
+// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
+// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
+// converts, it is the value itself.
+template <class Layout> struct Nvfp4Tile {
+  using Query   = typename Layout::Query;
+  using Queries = typename Layout::Queries;
+  static constexpr int  kHeadDim = Layout::kHeadDim, kWidth = Layout::kWidth, kBlocks = Layout::kBlocks;
+  static constexpr int  kSteps = Layout::kSteps, kStageRow = Layout::kStageRow, kValuesAt = Layout::kValuesAt;
+  static constexpr int  kScaleBytes = Layout::kScaleBytes, kStageScales = Layout::kStageScales;
+  static constexpr int  kScalesAt = Layout::kScalesAt, kVScalesAt = Layout::kVScalesAt;
+  static constexpr int  kVScalesRow = Layout::kVScalesRow;
+  static constexpr bool kInterleaved = Layout::kInterleaved;
+
+  using Mma = f16;
+  static constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
+  static constexpr float kValueUnit = kKeyUnit;
+  static constexpr int   kKeyWords   = kWidth / 32;  // words of codes that a lane has of a row of K
+  static constexpr int   kValueWords = kWidth / 64;  // and of a row of V
+  static constexpr int   kValueBlocks = (kValueWords + 1) / 2;  // and of its scales
+
+  // Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
+  __device__ __forceinline__ static constexpr int word_dim(int j, int r, int half) {
+    return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
+  }
+  // Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
+  template <int kRegs>
+  __device__ __forceinline__ static void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+    if (kHeadDim < kWidth && c * (kWidth / 4) + 8 * w >= kHeadDim) return;
+    ld_halves<2 * kRegs>(row + c * (kWidth / 4) + 8 * w, x);
+  }
+  // Returns the dimension of row g, or of row g + 8, the upper one, of the outputs of step m.
+  __device__ __forceinline__ static int value_dim(int m, bool upper, int g) { return g * (kWidth / 8) + 2 * m + upper; }
+
+  // V's scales are then loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block.
+  static constexpr bool kTransposed = !kInterleaved && kStageScales == 8;
+
+  // The offsets in a stage of what a lane reads.
+  struct Lane {
+    int key, key_scale;    // of row g; row g + 8 is 8 rows further
+    int value[2];          // of tokens 2 c and 2 c + 1, likewise
+    int value_scale;       // of token 2 c; of token g where they are transposed
+
+    __device__ __forceinline__ Lane() {
+      const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+      const int k = c * (kWidth / 8), v = g * (kWidth / 16);
+      int block = g * (kWidth / 8) / 16;
+      if (kHeadDim < kWidth) block = min(block, kScaleBytes - kValueBlocks);  // behind a row: any
+      key       = Layout::opaque(Layout::place(g, k / 16) + k % 16);
+      key_scale = Layout::opaque(kScalesAt + g * kStageScales + c * (kStageScales / 4));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        value[i] = Layout::opaque(kValuesAt + Layout::place(2 * c + i, v / 16) + v % 16);
+      }
+      const int own = kInterleaved ? c / 2 * 4 * kVScalesRow + block * 4 + c % 2 * 2 : 2 * c * kStageScales + block;
+      value_scale = kTransposed ? key_scale + kVScalesAt - kScalesAt : Layout::opaque(kVScalesAt + own);
+    }
+  };
+
+  // Sets s to K q for the 16 tokens from `first` on.
+  __device__ __forceinline__ static void scores(
+      const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
+    uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
+      const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kStageScales;
+      if constexpr (kStageScales == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
+      if constexpr (kStageScales > 4) {
+#pragma unroll
+        for (int j = 0; j < kStageScales / 4; j += 2) {
+          const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
+          scale[i][j]     = low_twice(two);
+          scale[i][j + 1] = high_twice(two);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kKeyWords; ++w) {
+      uint32 low[4], high[4];
+      decode(codes[0][w], low);
+      decode(codes[1][w], high);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32 a[4] = {
+            ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
+            ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+        }
+      }
+    }
+  }
+
+  // Decodes a word of each of two tokens: pair i has dimension i of both.
+  __device__ __forceinline__ static void interleave(uint32 a, uint32 b, uint32 (&pairs)[8]) {
+    uint32 half[2][4];
+    if constexpr (kHasE2m1Cvt) {
+      ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a, b << 4), half[0]);
+      ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a >> 4, b), half[1]);
+    } else {
+      decode(__byte_perm(a, b, 0x5410), half[0]);
+      decode(__byte_perm(a, b, 0x7632), half[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pairs[i] = kHasE2m1Cvt ? half[i % 2][i / 2] : half[i / 4][i % 4];
+  }
+
+  // V of 16 tokens, as codes and scales. It is loaded before the weights are known.
+  struct Values {
+    uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
+    uint32 scales[2][kValueBlocks];
+
+    __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kStageRow, lane.value[i % 2], codes[i]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int b = 0; b < kValueBlocks; ++b) {
+          const uint8* at = stage + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
+          if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
+          else scales[i][b] = at[0] | at[kStageScales] << 8;
+        }
+      }
+    }
+
+    // Interleaved scales of tokens without a bit in `present` become 0. Linear ones are 0 already, by their copy.
+    __device__ __forceinline__ void hide_absent(uint32 present) {
+      present >>= 2 * (threadIdx.x % 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int b = 0; b < kValueBlocks && kInterleaved; ++b) {
+          scales[i][b] &= (present >> 8 * i & 1 ? 0xFFu : 0u) | (present >> 8 * i & 2 ? 0xFF00u : 0u);
+        }
+      }
+    }
+
+    // Decodes the scales of this lane's block for two tokens.
+    static __device__ __forceinline__ uint32 decode_two(uint32 scales) {
+      const uint32 pair = decode_e4m3x2(scales);
+      return kTransposed ? ptx::transpose(pair) : pair;
+    }
+
+    // Adds V p to o.
+    __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
+#pragma unroll
+      for (int w = 0; w < kValueWords; ++w) {
+        const uint32 scale0 = decode_two(scales[0][w / 2]), scale1 = decode_two(scales[1][w / 2]);
+        uint32 first[8], second[8];
+        interleave(codes[0][w], codes[1][w], first);
+        interleave(codes[2][w], codes[3][w], second);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32 a[4] = {ptx::mul_f16x2(first[2 * j], scale0), ptx::mul_f16x2(first[2 * j + 1], scale0),
+                               ptx::mul_f16x2(second[2 * j], scale1), ptx::mul_f16x2(second[2 * j + 1], scale1)};
+#pragma unroll
+          for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
+        }
+      }
+    }
+  };
+};
+
+// ---- step/attention --------------------------------------------------------
+// Attention of one query token over the NVFP4 pages of a request, one KV head and a share of the pages in a CTA.
+namespace attention {
+constexpr int kHeadDim = 128, kPage = 64, kSteps = kHeadDim / 16;
+constexpr int kRowBytes = kHeadDim / 2, kScaleBytes = kHeadDim / 16, kPageBytes = kPage * kRowBytes;
+constexpr float kNone = -1e30f;
+
+// Where a tile has what Nvfp4Tile reads: in a page of keys or of values, whose scales follow its codes.
+template <bool kInterleavedScales> struct PageLayout {
+  using Query = f16;
+  static constexpr int kHeadDim = attention::kHeadDim, kWidth = kHeadDim, kBlocks = 1, kSteps = attention::kSteps;
+  static constexpr int kStageRow = kRowBytes, kScaleBytes = attention::kScaleBytes, kStageScales = kScaleBytes;
+  static constexpr int kValuesAt = 0, kScalesAt = kPageBytes, kVScalesAt = kScalesAt, kVScalesRow = kScaleBytes;
+  static constexpr bool kInterleaved = kInterleavedScales;
+  struct Queries { uint32 words[kBlocks][kSteps][2]; };
+  __device__ __forceinline__ static int place(int row, int vector) { return row * kRowBytes + vector * 16; }
+  __device__ __forceinline__ static int opaque(int x) { return x; }  // registers are few: it may be computed again
+};
+
+template <class Tile> struct State {
+  using Lane = typename Tile::Lane;
+
+  float reference[2] = {kNone, kNone}, sum[2] = {}, o[1][kSteps][4] = {};
+
+  // The weights of 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
+  __device__ __forceinline__ void weigh(
+      const uint8* key, int first, const Lane& lane, const typename Tile::Queries& q, const float (&scale)[2],
+      int count, int number, uint32 (&weights)[1][2]) {
+    const bool has = number / 4 < count, has_next = number / 4 + 8 < count;
+    float x[1][4], p[4];
+    Tile::scores(key, first, lane, q, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[0][i] = (i < 2 ? has : has_next) ? x[0][i] * scale[i % 2] : kNone;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float top = fmaxf(x[0][i], x[0][i + 2]);
+#pragma unroll
+      for (int distance = 4; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+      top = fmaxf(top, reference[i]);
+      const float factor = ptx::ex2_approx(reference[i] - top);
+      reference[i] = top, sum[i] *= factor;
+#pragma unroll
+      for (int m = 0; m < kSteps; ++m) o[0][m][i] *= factor, o[0][m][i + 2] *= factor;
+      p[i] = ptx::ex2_approx(x[0][i] - top), p[i + 2] = ptx::ex2_approx(x[0][i + 2] - top);
+      sum[i] += p[i] + p[i + 2];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) weights[0][i] = ptx::transpose(to_pair<typename Tile::Mma>(p[2 * i], p[2 * i + 1]));
+  }
+};
+
+// What a lane reads of 16 tokens of a page, in registers: a page without the rest, in which all lanes are the same.
+template <class Tile> struct OwnPage {
+  using Lane = typename Tile::Lane;
+  static constexpr int kScalesAt = Tile::kScalesAt;
+  static constexpr int kNext = 8 * kRowBytes, kNextScale = 8 * kScaleBytes;  // from a row to the eighth after it
+  alignas(16) uint8 bytes[kScalesAt + kNextScale + 2];
+
+  static __device__ __forceinline__ Lane lane() {
+    Lane at;
+    at.key = 0, at.key_scale = at.value_scale = kScalesAt, at.value[0] = 0, at.value[1] = kRowBytes;
+    return at;
+  }
+  // Loads tokens from `first` on of page number `page` of a pool.
+  template <bool kValues>
+  __device__ __forceinline__ void load(const uint8* codes, const uint8* scales, int64 page, int first, const Lane& at) {
+    codes += page * kPageBytes + first * kRowBytes;
+    scales += page * (kPage * kScaleBytes) + first * kScaleBytes;
+    scales += (kValues ? at.value_scale : at.key_scale) - kScalesAt;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint8* const row = codes + i * kNext;
+      if constexpr (kValues) {
+        copy<uint2>(i * kNext, row + at.value[0]);
+        copy<uint2>(i * kNext + kRowBytes, row + at.value[1]);
+      } else {
+        copy<uint4>(i * kNext, row + at.key);
+      }
+      copy<uint16>(kScalesAt + i * kNextScale, scales + i * kNextScale);
+    }
+  }
+
+ private:
+  template <class Access> __device__ __forceinline__ void copy(int to, const uint8* from) {
+    *reinterpret_cast<Access*>(bytes + to) = *reinterpret_cast<const Access*>(from);
+  }
+};
+
+// Takes the scales of tokens behind the first `count`, which may be anything.
+template <class Tile> __device__ __forceinline__ void clear(typename Tile::Values& v, int count, int number) {
+  if constexpr (Tile::kTransposed) {
+    if (number / 4 >= count) v.scales[0][0] = 0;
+    if (number / 4 + 8 >= count) v.scales[1][0] = 0;
+  } else {
+    v.hide_absent(count < 16 ? (1u << max(count, 0)) - 1 : ~0u);
+  }
+}
+
+// Rotates a pair of dimensions by the cosines and sines of dimensions n and n + 1, of the first half.
+template <typename T>
+__device__ __forceinline__ uint32 rotate(uint32 pair, uint32 other, const float* cos_sin, int n, bool second) {
+  const float2 c = *reinterpret_cast<const float2*>(cos_sin + n);
+  const float2 d = *reinterpret_cast<const float2*>(cos_sin + kHeadDim / 2 + n);
+  const float a = low<T>(pair) * c.x, b = high<T>(pair) * c.y;
+  const float e = low<T>(other) * d.x, f = high<T>(other) * d.y;
+  return second ? to_pair<T>(a + e, b + f) : to_pair<T>(a - e, b - f);
+}
+}  // namespace attention
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
 
 // ---- partials/e2m1 ---------------------------------------------------------
 // Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
@@ -349,30 +770,6 @@ __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
   const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
   return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
-// ---- partials/e4m3 ---------------------------------------------------------
-// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
-__device__ __forceinline__ uint8 encode_e4m3(float v) {
-  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
-  const float  a    = fabsf(v);
-  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (a != a) return 0x7F;
-  if (a >= 448.0f) return sign | 0x7Eu;
-  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
-  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
-}
-
-__device__ __forceinline__ float decode_e4m3(uint8 b) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
-  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
-  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
-  return __uint_as_float(__float_as_uint(v) | sign);
-}
-// Two bytes to a pair of fp16, which holds every E4M3 value.
-__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
-  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
 // ---- partials/reciprocal ---------------------------------------------------
 // 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
 // its remainder (Markstein).
@@ -432,366 +829,6 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
   return make_uint2(codes[0], codes[1]);
 }
 
-// ---- attention/cvt_e2m1 ----------------------------------------------------
-namespace ptx {
-// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
-__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
-  asm("{\n"
-      "  .reg .b8 b0, b1, b2, b3;\n"
-      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
-      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
-      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
-      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
-      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
-      "}"
-      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
-}
-}  // namespace ptx
-
-// ---- attention/codes -------------------------------------------------------
-// a b + c as one instruction: the compiler would make a shift and an addition of it.
-__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
-  uint32 d;
-  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
-// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
-// such a byte: a carry takes the sign to the top.
-__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
-  if constexpr (kHasE2m1Cvt) {
-    ptx::cvt_f16x2_e2m1x8(word, pair);
-  } else {
-    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
-    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
-    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
-    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
-  }
-}
-// The scales of two blocks, by software times 2^7
-__device__ __forceinline__ uint32 decode_scales(uint32 two) {
-  const uint32 s = decode_e4m3x2(uint16(two));
-  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
-}
-
-// ---- partials/matrices -----------------------------------------------------
-// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
-namespace ptx {
-__device__ __forceinline__ uint32 transpose(uint32 a) {
-  uint32 d;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
-// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
-__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-  return v;
-}
-}  // namespace ptx
-
-// ---- step/attention --------------------------------------------------------
-// Attention of one query token over the NVFP4 pages of a request, one KV head and a share of the pages in a CTA.
-namespace attention {
-constexpr int kHeadDim = 128, kPage = 64, kBlocks = 1, kSteps = kHeadDim / 16, kQueryWords = kHeadDim / 32;
-constexpr int kRowBytes = kHeadDim / 2, kScaleBytes = kHeadDim / 16, kPageBytes = kPage * kRowBytes;
-constexpr int kScalesAt = kPageBytes, kValuesAt = 0, kVScalesAt = kScalesAt;
-constexpr bool kInterleaved = Config::kInterleaved;
-constexpr int kWidth = kHeadDim, kStageRow = kRowBytes, kStageScales = kScaleBytes, kVScalesRow = kScaleBytes;
-using Query = f16;
-struct Queries { uint32 words[kBlocks][kSteps][2]; };
-__device__ __forceinline__ int place(int row, int vector) { return row * kRowBytes + vector * 16; }
-__device__ __forceinline__ int keep(int x) { return x; }
-template <int kWords> __device__ __forceinline__ void ld_row(const uint8* tile, int at, uint32 (&w)[kWords]) {
-  static_assert(kWords == 2 || kWords == 4, "of a row of K or of V");
-  if constexpr (kWords == 2) {
-    const uint2 v = *reinterpret_cast<const uint2*>(tile + at);
-    w[0] = v.x, w[1] = v.y;
-  } else {
-    const uint4 v = *reinterpret_cast<const uint4*>(tile + at);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-}
-// ---- attention/nvfp4_tile --------------------------------------------------
-// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
-// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
-// have the same: lane c of a row of K takes kWidth / 4 neighbouring dimensions, lane g of V takes kWidth / 8, and
-// queries and outputs use the same order.
-//
-// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
-// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
-// converts, it is the value itself.
-namespace nvfp4_tile {
-using Mma = f16;
-constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
-constexpr float kValueUnit = kKeyUnit;
-constexpr int   kKeyWords   = kWidth / 32;  // words of codes that a lane has of a row of K
-constexpr int   kValueWords = kWidth / 64;  // and of a row of V
-constexpr int   kValueBlocks = (kValueWords + 1) / 2;  // and of its scales
-
-// Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
-__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
-  return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
-}
-// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
-template <int kRegs>
-__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
-  if (kHeadDim < kWidth && c * (kWidth / 4) + 8 * w >= kHeadDim) return;
-  ld_halves<2 * kRegs>(row + c * (kWidth / 4) + 8 * w, x);
-}
-// The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
-__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kWidth / 8) + 2 * m + upper; }
-
-// Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
-__device__ __forceinline__ uint32 low_twice(uint32 pair) {
-  uint32 d;
-  asm("{\n"
-      "  .reg .b16 lo, hi;\n"
-      "  mov.b32 {lo, hi}, %1;\n"
-      "  mov.b32 %0, {lo, lo};\n"
-      "}" : "=r"(d) : "r"(pair));
-  return d;
-}
-__device__ __forceinline__ uint32 high_twice(uint32 pair) {
-  uint32 d;
-  asm("{\n"
-      "  .reg .b16 lo, hi;\n"
-      "  mov.b32 {lo, hi}, %1;\n"
-      "  mov.b32 %0, {hi, hi};\n"
-      "}" : "=r"(d) : "r"(pair));
-  return d;
-}
-
-// Whether V's scales are loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block
-constexpr bool kTransposed = !kInterleaved && kStageScales == 8;
-
-// The offsets in a stage of what a lane reads.
-struct Lane {
-  int key, key_scale;    // of row g; row g + 8 is 8 rows further
-  int value[2];          // of tokens 2 c and 2 c + 1, likewise
-  int value_scale;       // of token 2 c; of token g where they are transposed
-
-  __device__ __forceinline__ Lane() {
-    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
-    const int k = c * (kWidth / 8), v = g * (kWidth / 16);
-    int block = g * (kWidth / 8) / 16;
-    if (kHeadDim < kWidth) block = min(block, kScaleBytes - kValueBlocks);  // behind a row: any
-    key       = keep(place(g, k / 16) + k % 16);
-    key_scale = keep(kScalesAt + g * kStageScales + c * (kStageScales / 4));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
-    }
-    value_scale = kTransposed ? key_scale + kVScalesAt - kScalesAt
-                              : keep(kVScalesAt + (kInterleaved ? c / 2 * 4 * kVScalesRow + block * 4 + c % 2 * 2
-                                                                : 2 * c * kStageScales + block));
-  }
-};
-
-// s = K q for the tokens from `first` on
-__device__ __forceinline__ void scores(
-    const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
-  uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
-    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kStageScales;
-    if constexpr (kStageScales == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
-    if constexpr (kStageScales > 4) {
-#pragma unroll
-      for (int j = 0; j < kStageScales / 4; j += 2) {
-        const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
-        scale[i][j]     = low_twice(two);
-        scale[i][j + 1] = high_twice(two);
-      }
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kKeyWords; ++w) {
-    uint32 low[4], high[4];
-    decode(codes[0][w], low);
-    decode(codes[1][w], high);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32 a[4] = {
-          ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
-          ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
-      }
-    }
-  }
-}
-
-// Decodes a word of each of two tokens: pair i has dimension i of both.
-__device__ __forceinline__ void interleave(uint32 a, uint32 b, uint32 (&pairs)[8]) {
-  uint32 half[2][4];
-  if constexpr (kHasE2m1Cvt) {
-    ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a, b << 4), half[0]);
-    ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a >> 4, b), half[1]);
-  } else {
-    decode(__byte_perm(a, b, 0x5410), half[0]);
-    decode(__byte_perm(a, b, 0x7632), half[1]);
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) pairs[i] = kHasE2m1Cvt ? half[i % 2][i / 2] : half[i / 4][i % 4];
-}
-
-// V of 16 tokens, as codes and scales. It is loaded before the weights are known.
-struct Values {
-  uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
-  uint32 scales[2][kValueBlocks];
-
-  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kStageRow, lane.value[i % 2], codes[i]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int b = 0; b < kValueBlocks; ++b) {
-        const uint8* at = stage + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
-        if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
-        else scales[i][b] = at[0] | at[kStageScales] << 8;
-      }
-    }
-  }
-
-  // Interleaved scales of tokens without a bit in `present` become 0. Linear ones are 0 already, by their copy.
-  __device__ __forceinline__ void keep(uint32 present) {
-    present >>= 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int b = 0; b < kValueBlocks && kInterleaved; ++b) {
-        scales[i][b] &= (present >> 8 * i & 1 ? 0xFFu : 0u) | (present >> 8 * i & 2 ? 0xFF00u : 0u);
-      }
-    }
-  }
-
-  // The scales of this lane's block for two tokens
-  static __device__ __forceinline__ uint32 decode_two(uint32 scales) {
-    const uint32 pair = decode_e4m3x2(scales);
-    return kTransposed ? ptx::transpose(pair) : pair;
-  }
-
-  // o += V p
-  __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
-#pragma unroll
-    for (int w = 0; w < kValueWords; ++w) {
-      const uint32 scale0 = decode_two(scales[0][w / 2]), scale1 = decode_two(scales[1][w / 2]);
-      uint32 first[8], second[8];
-      interleave(codes[0][w], codes[1][w], first);
-      interleave(codes[2][w], codes[3][w], second);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32 a[4] = {ptx::mul_f16x2(first[2 * j], scale0), ptx::mul_f16x2(first[2 * j + 1], scale0),
-                             ptx::mul_f16x2(second[2 * j], scale1), ptx::mul_f16x2(second[2 * j + 1], scale1)};
-#pragma unroll
-        for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
-      }
-    }
-  }
-};
-}  // namespace nvfp4_tile
-
-using namespace nvfp4_tile;
-constexpr float kNone = -1e30f;
-
-struct State {
-  float reference[2] = {kNone, kNone}, sum[2] = {}, o[1][kSteps][4] = {};
-
-  // The weights of 16 tokens, of which lane `number` has g and g + 8, and of which the first `count` exist.
-  __device__ __forceinline__ void weigh(const uint8* key, int first, const Lane& lane, const Queries& q,
-                                        const float (&scale)[2], int count, int number, uint32 (&weights)[1][2]) {
-    const bool has = number / 4 < count, has_next = number / 4 + 8 < count;
-    float x[kBlocks][4], p[4];
-    scores(key, first, lane, q, x);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[0][i] = (i < 2 ? has : has_next) ? x[0][i] * scale[i % 2] : kNone;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float top = fmaxf(x[0][i], x[0][i + 2]);
-#pragma unroll
-      for (int distance = 4; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-      top = fmaxf(top, reference[i]);
-      const float factor = ptx::ex2_approx(reference[i] - top);
-      reference[i] = top, sum[i] *= factor;
-#pragma unroll
-      for (int m = 0; m < kSteps; ++m) o[0][m][i] *= factor, o[0][m][i + 2] *= factor;
-      p[i] = ptx::ex2_approx(x[0][i] - top), p[i + 2] = ptx::ex2_approx(x[0][i + 2] - top);
-      sum[i] += p[i] + p[i + 2];
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) weights[0][i] = ptx::transpose(to_pair<Mma>(p[2 * i], p[2 * i + 1]));
-  }
-};
-
-// What a lane reads of 16 tokens of a page, in registers: a page without the rest, in which all lanes are the same.
-struct OwnPage {
-  static constexpr int kNext = 8 * kRowBytes, kNextScale = 8 * kScaleBytes;  // from a row to the eighth after it
-  alignas(16) uint8 bytes[kScalesAt + kNextScale + 2];
-
-  static __device__ __forceinline__ Lane lane() {
-    Lane at;
-    at.key = 0, at.key_scale = at.value_scale = kScalesAt, at.value[0] = 0, at.value[1] = kRowBytes;
-    return at;
-  }
-  // From page number `page` of a pool, its tokens from `first` on
-  template <bool kValues>
-  __device__ __forceinline__ void load(const uint8* codes, const uint8* scales, int64 page, int first, const Lane& at) {
-    codes += page * kPageBytes + first * kRowBytes;
-    scales += page * (kPage * kScaleBytes) + first * kScaleBytes;
-    scales += (kValues ? at.value_scale : at.key_scale) - kScalesAt;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint8* const row = codes + i * kNext;
-      if constexpr (kValues) {
-        copy<uint2>(i * kNext, row + at.value[0]);
-        copy<uint2>(i * kNext + kRowBytes, row + at.value[1]);
-      } else {
-        copy<uint4>(i * kNext, row + at.key);
-      }
-      copy<uint16>(kScalesAt + i * kNextScale, scales + i * kNextScale);
-    }
-  }
-
- private:
-  template <class Access> __device__ __forceinline__ void copy(int to, const uint8* from) {
-    *reinterpret_cast<Access*>(bytes + to) = *reinterpret_cast<const Access*>(from);
-  }
-};
-
-// Takes the scales of tokens behind the first `count`, which may be anything.
-__device__ __forceinline__ void clear(Values& v, int count, int number) {
-  if constexpr (kTransposed) {
-    if (number / 4 >= count) v.scales[0][0] = 0;
-    if (number / 4 + 8 >= count) v.scales[1][0] = 0;
-  } else {
-    v.keep(count < 16 ? (1u << max(count, 0)) - 1 : ~0u);
-  }
-}
-
-// Rotates a pair of dimensions by the cosines and sines of dimensions n and n + 1, of the first half.
-template <typename T>
-__device__ __forceinline__ uint32 rotate(uint32 pair, uint32 other, const float* cos_sin, int n, bool second) {
-  const float2 c = *reinterpret_cast<const float2*>(cos_sin + n);
-  const float2 d = *reinterpret_cast<const float2*>(cos_sin + kHeadDim / 2 + n);
-  const float a = low<T>(pair) * c.x, b = high<T>(pair) * c.y;
-  const float e = low<T>(other) * d.x, f = high<T>(other) * d.y;
-  return second ? to_pair<T>(a + e, b + f) : to_pair<T>(a - e, b - f);
-}
-}  // namespace attention
-
-// ---- partials/fence_proxy --------------------------------------------------
-namespace ptx {
-// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-}  // namespace ptx
-
 // ---- partials/rstd ---------------------------------------------------------
 // 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
 // reciprocal are approximations corrected by their remainders (Markstein).
@@ -827,6 +864,14 @@ __device__ __forceinline__ float silu_outside(float v) {
 __device__ __forceinline__ float silu(float v) {
   return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
 }
+
+// ---- partials/st_shared_8 --------------------------------------------------
+namespace ptx {
+// Stores 8 bytes to shared memory, by address.
+__device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(a), "r"(b) : "memory");
+}
+}  // namespace ptx
 
 // ---- partials/ring ---------------------------------------------------------
 // The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
@@ -1140,6 +1185,21 @@ __device__ __forceinline__ float gather(const float (&sums)[2][2], int lane) {
   return (second ? kept[1] : kept[0]) + __shfl_xor_sync(~0u, second ? kept[0] : kept[1], 2);
 }
 
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
+namespace ptx {
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
 // ---- step/words ------------------------------------------------------------
 // What CTAs tell each other: a word is a pair of values, or a float, and a tag, the number of what it belongs to. It is
 // written and read as one, so a reader polls until the tag is the one that it wants.
@@ -1147,18 +1207,8 @@ namespace ptx {
 __device__ __forceinline__ void st_word(uint64* p, uint32 value, uint32 tag) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(uint64(tag) << 32 | value) : "memory");
 }
-__device__ __forceinline__ uint64 ld_word(const uint64* p) {
-  uint64 v;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
 __device__ __forceinline__ void ld_words(uint64 (&v)[2], const uint64* p) {
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
-}
-__device__ __forceinline__ uint32 ld_relaxed(const uint32* p) {
-  uint32 v;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
 }
 __device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -1174,7 +1224,7 @@ __device__ __forceinline__ uint32 wait_word(const uint64* from, uint32 tag) {
   uint64 v;
   uint32 polls = 0;
   do {
-    v = ptx::ld_word(from);
+    v = ptx::ld_relaxed_8(from);
     if (++polls == kMostPolls) ptx::trap();
   } while (!tagged(v, tag));
   return uint32(v);
@@ -1309,12 +1359,6 @@ template <class C> struct Stream {
 };
 
 // ---- step/products ---------------------------------------------------------
-namespace ptx {
-__device__ __forceinline__ void st_shared_8(uint32 p, uint32 a, uint32 b) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(a), "r"(b) : "memory");
-}
-}  // namespace ptx
-
 // The products of a layer, with what stands in front of them and behind. Of a norm in front, the weight is applied to
 // the vector, and the factor to the sums: squares are added up while the product runs.
 
@@ -1488,6 +1532,9 @@ constexpr int kKvBytes = attention::kPage * (attention::kRowBytes + attention::k
 // Shared has two pages of keys and of values, their barrier, queries, cosines and sines, and parts in `wide`.
 template <class C, class Shared> struct Attention {
   using T = typename C::T;
+  using Tile    = Nvfp4Tile<attention::PageLayout<C::kInterleaved>>;
+  using State   = attention::State<Tile>;
+  using OwnPage = attention::OwnPage<Tile>;
   static constexpr int kLine = C::kGroup * attention::kHeadDim;  // outputs of a KV head
   static constexpr int kPartWords = kLine + 2 * C::kGroup;
   static_assert(C::kSplits <= kWarp, "a lane has the sum of a part");
@@ -1503,7 +1550,7 @@ template <class C, class Shared> struct Attention {
   static __device__ __forceinline__ bool has_head() { return blockIdx.x < C::kKvHeads * C::kSplits; }
 
   __device__ __forceinline__ int pages() const { return (request.tokens + attention::kPage - 1) / attention::kPage; }
-  // CTAs that have pages of the head: the first ones
+  // Returns how many CTAs have pages of the head: they are the first ones.
   __device__ __forceinline__ int sharers() const { return min(C::kSplits, (pages() + kPages - 1) / kPages); }
   // The first page of this CTA, or of the one behind it.
   __device__ __forceinline__ int first_page(int behind) const {
@@ -1569,8 +1616,8 @@ template <class C, class Shared> struct Attention {
     to[0] = uint16(z), to[2] = uint16(z >> 16);
   }
   // What a lane multiplies keys by.
-  __device__ __forceinline__ attention::Queries queries() const {
-    attention::Queries q;
+  __device__ __forceinline__ typename Tile::Queries queries() const {
+    typename Tile::Queries q;
     const uint32 at = ptx::shared_address(s.q[min(lane / 4, C::kGroup - 1)]) + lane % 4 * 64;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -1601,7 +1648,7 @@ template <class C, class Shared> struct Attention {
     (request.cache + to * kPageBytes)[row * kRowBytes + n / 2] = codes;
     s.kv[page][side][row * kRowBytes + n / 2] = codes;
     if (n % 16 == 0) {
-      const int at = kInterleaved && side == 1 ? row / 4 * 4 * kScaleBytes + n / 16 * 4 + row % 4
+      const int at = C::kInterleaved && side == 1 ? row / 4 * 4 * kScaleBytes + n / 16 * 4 + row % 4
                                                : row * kScaleBytes + n / 16;
       (request.scales + to * (kPage * kScaleBytes))[at] = b;
       s.kv[page][side][kPageBytes + at] = b;
@@ -1609,7 +1656,7 @@ template <class C, class Shared> struct Attention {
     ptx::fence_proxy_async();
   }
 
-  __device__ __forceinline__ void put(attention::State& state, Part<C>& part) const {
+  __device__ __forceinline__ void put(State& state, Part<C>& part) const {
     using namespace attention;
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -1622,14 +1669,14 @@ template <class C, class Shared> struct Attention {
       if (g == 0) part.reference[row] = state.reference[i], part.sum[row] = sum;
 #pragma unroll
       for (int m = 0; m < kSteps; m += 2) {
-        *reinterpret_cast<float4*>(&part.o[row][value_dim(m, false, g)]) = {
+        *reinterpret_cast<float4*>(&part.o[row][Tile::value_dim(m, false, g)]) = {
             state.o[0][m][i], state.o[0][m][i + 2], state.o[0][m + 1][i], state.o[0][m + 1][i + 2]};
       }
     }
   }
 
   // Adds the part of another warp to the state.
-  __device__ __forceinline__ void take(attention::State& state, const Part<C>& part) const {
+  __device__ __forceinline__ void take(State& state, const Part<C>& part) const {
     using namespace attention;
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -1642,7 +1689,7 @@ template <class C, class Shared> struct Attention {
       state.sum[i] = fmaf(its, g == 0 ? part.sum[row] : 0.0f, mine * state.sum[i]);
 #pragma unroll
       for (int m = 0; m < kSteps; m += 2) {
-        const float4 o = *reinterpret_cast<const float4*>(&part.o[row][value_dim(m, false, g)]);
+        const float4 o = *reinterpret_cast<const float4*>(&part.o[row][Tile::value_dim(m, false, g)]);
         state.o[0][m][i]     = fmaf(its, o.x, mine * state.o[0][m][i]);
         state.o[0][m][i + 2] = fmaf(its, o.y, mine * state.o[0][m][i + 2]);
         state.o[0][m + 1][i] = fmaf(its, o.z, mine * state.o[0][m + 1][i]);
@@ -1659,9 +1706,9 @@ template <class C, class Shared> struct Attention {
     const int thread = warp * kWarp + lane;
     if (last > first) {
       State state;
-      const attention::Lane places;
+      const typename Tile::Lane places;
       const int blocks = 4 * (from - first);  // that warps take from global memory
-      const float factor = request.scale * kv_scale(layer, 0) / kKeyUnit, scale[2] = {factor, factor};
+      const float factor = request.scale * kv_scale(layer, 0) / Tile::kKeyUnit, scale[2] = {factor, factor};
       for (int i = thread; i < kLine / 2; i += kThreads) put_query(i, layer, tag);
       ptx::mbarrier_wait(&s.pages, parity);
       parity ^= 1;
@@ -1671,19 +1718,19 @@ template <class C, class Shared> struct Attention {
       const int   begin = warp % 4 * 16;  // of a warp's tokens in each of its pages
       const int64 values = request.num_pages * C::kKvHeads;  // the page of values behind that of keys
       OwnPage k, v;
-      const attention::Lane own = OwnPage::lane();
+      const typename Tile::Lane own = OwnPage::lane();
       if (warp < blocks) {
         const int64 page = page_of(layer, 0, first + warp / 4);
-        k.load<false>(request.cache, request.scales, page, begin, places);
-        v.load<true>(request.cache, request.scales, page + values, begin, places);
+        k.template load<false>(request.cache, request.scales, page, begin, places);
+        v.template load<true>(request.cache, request.scales, page + values, begin, places);
       }
       uint32 weights[1][2];
       if (warp < used && from + warp / 4 < last) {
         const int count = tokens - (from + warp / 4) * kPage - begin;
         const uint8* const page = s.kv[warp / 4][0];
         state.weigh(page, begin, places, queries(), scale, count, lane, weights);
-        Values value(page + kKvBytes, begin, places);
-        clear(value, count, lane);
+        typename Tile::Values value(page + kKvBytes, begin, places);
+        clear<Tile>(value, count, lane);
         value.multiply(weights, state.o);
       }
 #pragma unroll 1
@@ -1691,9 +1738,9 @@ template <class C, class Shared> struct Attention {
         const bool  more = i + kWarps < blocks;
         const int64 page = more ? page_of(layer, 0, first + (i + kWarps) / 4) : 0;
         state.weigh(k.bytes, 0, own, queries(), scale, 16, lane, weights);
-        if (more) k.load<false>(request.cache, request.scales, page, begin, places);
-        Values(v.bytes, 0, own).multiply(weights, state.o);
-        if (more) v.load<true>(request.cache, request.scales, page + values, begin, places);
+        if (more) k.template load<false>(request.cache, request.scales, page, begin, places);
+        typename Tile::Values(v.bytes, 0, own).multiply(weights, state.o);
+        if (more) v.template load<true>(request.cache, request.scales, page + values, begin, places);
       }
       if (blocks > 0) {
         if (warp >= kParts) put(state, s.wide.parts[warp - kParts]);
@@ -1739,11 +1786,11 @@ template <class C, class Shared> struct Attention {
     bool   all;
     uint32 polls = 0;
     do {
-      reference = ptx::ld_word(sums), sum = ptx::ld_word(sums + C::kGroup);
+      reference = ptx::ld_relaxed_8(sums), sum = ptx::ld_relaxed_8(sums + C::kGroup);
 #pragma unroll
       for (int j = 0; j < C::kSplits; ++j) {
         o[j] = uint64(tag) << 32;  // zero, where there is no part
-        if (j < count) o[j] = ptx::ld_word(from + j * kPartWords + i);
+        if (j < count) o[j] = ptx::ld_relaxed_8(from + j * kPartWords + i);
       }
       all = tagged(reference, tag) && tagged(sum, tag);
 #pragma unroll
@@ -1759,7 +1806,7 @@ template <class C, class Shared> struct Attention {
     for (int distance = 1; distance < kWarp; distance *= 2) part += __shfl_xor_sync(~0u, part, distance);
 #pragma unroll
     for (int j = 0; j < C::kSplits; ++j) y = fmaf(__shfl_sync(~0u, factor, j), __uint_as_float(uint32(o[j])), y);
-    y *= decode / (kValueUnit * part);
+    y *= decode / (Tile::kValueUnit * part);
     const float next = __shfl_down_sync(~0u, y, 1);
     if (lane % 2 == 0) ptx::st_word(words.att + word_of_column(head * kLine + i), to_pair<T>(y, next), tag);
   }
@@ -1835,7 +1882,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) step_decode(
   Attention<Config, Shared> attends = {
       s, words, model, {cache, cache_sf, kv_scales, block_table, num_pages, tokens, scale}, warp, lane};
   if (attends.has_head()) attends.load_pages(0, attends.first_page(0), attends.first_page(1));
-  const uint32 before = ptx::ld_relaxed(tags);
+  const uint32 before = ptx::ld_relaxed_4(tags);
   const int first = Shares<Config>::first_block(kDown, blockIdx.x) * 16;
   const int last = Shares<Config>::first_block(kDown, blockIdx.x + 1) * 16;
   for (int i = thread; i < (last - first) / 2; i += kThreads) {
