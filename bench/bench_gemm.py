@@ -66,6 +66,7 @@ LAYERS = (
     (7168, 4608),
     (2112, 7168),
 )
+SEARCHED_LAYERS = (*LAYERS, (14336, 4096))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SEARCHED_ROWS = (1, 8, 16, 24, 32, 64)
 TUNED_LAYERS = ((4096, 4096), (28672, 4096))
@@ -221,7 +222,7 @@ def search(
     kernel: Kernel[Any, Problem, Any], rows: Sequence[int], arch: Arch, seconds: float
 ) -> Iterator[dict[str, object]]:
     """The tactics of a kernel for every layer, until the time is over; a case is measured whole."""
-    cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in rows]
+    cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in SEARCHED_LAYERS for m in rows]
     tactics = {
         case: [tactic for tactic in kernel.candidates(case, arch) if is_searched(case, tactic, arch)] for case in cases
     }

@@ -167,11 +167,6 @@ class WideSpec(KernelSpec):
         return self.tile_m <= _SHORT and not self.packed
 
     @property
-    def copy_m(self) -> int:
-        """The rows of x that a CTA copies, for all CTAs of the cluster or for itself alone."""
-        return self.tile_m if self.common else self.tile_m // self.cluster
-
-    @property
     def slots(self) -> int:
         """Half steps of x in flight, or whole ones: as many as fit in shared memory."""
         turns = 2 if self.common else self.depth  # each warpgroup with the same rows has its own
@@ -284,7 +279,7 @@ def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = Non
     a, out, residual = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16), arguments.residual
     columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
-        "x": TileMap(a, (spec.copy_m, TILE_COLS // 2), swizzle=128),
+        "x": TileMap(a, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
         "weight": arguments.data,
         "row_scale": arguments.row_scale,
         "alpha": arguments.alpha,
