@@ -77,6 +77,7 @@ HOPPER: Table[Any] = Table(
             (WideTactic(16, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (NarrowTactic(16, 5, 2, 6, 2, 1, split=2), {"tiles_per_sm": 1.25}),
             (WideTactic(16, 2, 2), {"tiles_per_sm": 2.0}),
+            (WideTactic(16, 3, cluster=2, common=True), {"tiles_per_sm": 2.5}),
             (WideTactic(16, 4, cluster=2, common=True), {}),
             (WideTactic(16, 4), {}),  # for one step
             m=16,
@@ -87,7 +88,7 @@ HOPPER: Table[Any] = Table(
             (WideTactic(32, 1, 4), {"tiles_per_sm": 1.0}),
             (WideTactic(32, 3, split=2), {"tiles_per_sm": 1.3}),
             (WideTactic(32, 2, 2), {"tiles_per_sm": 2.0}),
-            (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(32, 3, cluster=2, common=True), {"tiles_per_sm": 2.5}),
             (WideTactic(32, 4, cluster=2, common=True), {}),
             (WideTactic(32, 4), {}),  # for one step
             m=32,
@@ -141,7 +142,7 @@ HOPPER: Table[Any] = Table(
 
 _LOADS = {
     8: (0.5,),
-    16: (0.25, 0.5, 0.75, 0.95, 1.25, 2.0, 6.0),
+    16: (0.25, 0.5, 0.75, 0.95, 1.25, 2.0, 2.5, 6.0),
     32: (1.0, 2.0, 2.5, 8.0),
     64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 2.5, 4.0, 8.0),
     128: (0.25, 0.5, 1.0, 1.3, 2.0),
