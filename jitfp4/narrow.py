@@ -34,7 +34,7 @@ class Groups:
         """Check the fields. Raises ArgumentError."""
         for name, allowed in (
             ("tile_m", TILE_MS),
-            ("warp_blocks", (1, 2, 3, 4, 5, 7)),
+            ("warp_blocks", (1, 2, 3, 4, 5)),
             ("row_warps", (1, 2, 4)),
             ("stages", (2, 3, 4, 5, 6)),
         ):

@@ -124,14 +124,6 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
-def test_pieces_in_three_tiles() -> None:
-    """Pieces of seven blocks begin at each block of a tile; the last one ends behind the weight."""
-    with sim.device("sm_90a", races=True), MM_BF16_FP4.forced(NarrowTactic(16, 7, 2, 2, 2, 1)):
-        assert_product(13, 440, 416, device="cpu")
-
-
-@pytest.mark.sim
-@pytest.mark.compile
 def test_more_rows_than_a_tile() -> None:
     with sim.device("sm_90a", races=True), MM_BF16_FP4.forced(NarrowTactic(8, 4, 1, 2, 2, 1)):
         assert_product(11, 64, 160)

@@ -86,6 +86,7 @@ HOPPER: Table[Any] = Table(
             (WideTactic(256, 2), {"tiles_per_sm": 2.0}),
             m=512,
         ),
+        Row(WideTactic(256, 1, 2), {"m": 2048, "n": 2112}),
         Row(WideTactic(256, 2, divided=True), {"n": 2112}),
         Row(WideTactic(256, 2), {"tiles_per_sm": 8.0, "idle": 0.05}),
         Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
@@ -107,6 +108,7 @@ _HOPPER_LOADS = {  # tiles for each SM, by rows of a
     256: (0.25, 0.48, 0.7, 0.85, 0.97, 3.0),
     512: (0.5, 0.97, 1.4, 1.9),
     1024: (0.7, 3.9, 6.8),
+    4096: (0.5,),
 }
 _BLOCKSCALED_SHAPES = (  # m and n
     *((m, n) for m in (8, 16, 32, 64) for n in (2048, 14336)),

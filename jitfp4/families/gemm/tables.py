@@ -76,6 +76,8 @@ HOPPER: Table[Any] = Table(
             (WideTactic(16, 1, 4), {"tiles_per_sm": 1.0, "k": 8192}),
             (WideTactic(16, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (NarrowTactic(16, 5, 2, 6, 2, 1, split=2), {"tiles_per_sm": 1.25}),
+            (WideTactic(16, 2, 2), {"tiles_per_sm": 2.0}),
+            (WideTactic(16, 3, cluster=2, common=True), {"tiles_per_sm": 2.5}),
             (WideTactic(16, 4, cluster=2, common=True), {}),
             (WideTactic(16, 4), {}),  # for one step
             m=16,
@@ -85,7 +87,8 @@ HOPPER: Table[Any] = Table(
             (WideTactic(32, 1, 2, 2), {"tiles_per_sm": 0.5}),
             (WideTactic(32, 1, 4), {"tiles_per_sm": 1.0}),
             (WideTactic(32, 3, split=2), {"tiles_per_sm": 1.3}),
-            (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(32, 2, 2), {"tiles_per_sm": 2.0}),
+            (WideTactic(32, 3, cluster=2, common=True), {"tiles_per_sm": 2.5}),
             (WideTactic(32, 4, cluster=2, common=True), {}),
             (WideTactic(32, 4), {}),  # for one step
             m=32,
@@ -96,6 +99,7 @@ HOPPER: Table[Any] = Table(
             (WideTactic(64, 1, 2), {"tiles_per_sm": 1.0, "k": 8192}),
             (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
+            (WideTactic(64, 2, 2), {"tiles_per_sm": 2.0}),
             (WideTactic(64, 3, cluster=2, common=True), {"tiles_per_sm": 2.5}),
             (WideTactic(64, 4), {}),
             m=64,
@@ -138,9 +142,9 @@ HOPPER: Table[Any] = Table(
 
 _LOADS = {
     8: (0.5,),
-    16: (0.25, 0.5, 0.75, 0.95, 1.25, 6.0),
-    32: (1.0, 2.0, 8.0),
-    64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
+    16: (0.25, 0.5, 0.75, 0.95, 1.25, 2.0, 2.5, 6.0),
+    32: (1.0, 2.0, 2.5, 8.0),
+    64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 2.5, 4.0, 8.0),
     128: (0.25, 0.5, 1.0, 1.3, 2.0),
     256: (0.25, 0.5, 0.75, 1.0, 1.3, 2.0),
     512: (0.25, 0.5, 0.75, 1.0, 2.0),

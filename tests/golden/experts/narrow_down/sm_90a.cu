@@ -659,14 +659,13 @@ template <typename In, Format kFormat, int kTileM, int kWarpBlocks> struct Weigh
 
 // ---- gemm/pieces -----------------------------------------------------------
 // A warp's pieces of the weight on their way into its ring, and the way of its sums out.
-// Where the pieces of a warp are in their tiles. A piece may lie in several of them, one below the other.
+// Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
 template <class Piece, bool kHasTma> struct PieceLoads {
   static constexpr int kWarpBlocks = Piece::kHeight, kBlockCodes = Piece::kBlockCodes;
   static constexpr int kBlockScales = Piece::kBlockScales;
 
   int   block;  // the first one, of a tile
   int64 below;  // to the tile below; none is below the last
-  int64 second = below;  // to the tile below that
 
   __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
     if (!kHasTma || ptx::elect_one()) {
@@ -676,9 +675,7 @@ template <class Piece, bool kHasTma> struct PieceLoads {
       } else {
         const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
         copy_blocks(to, 0, tile, block, here, full, lane);
-        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, min(kWarpBlocks - here, kBlocks), full, lane);
-        if (kWarpBlocks > kBlocks + 2 && here + kBlocks < kWarpBlocks)
-          copy_blocks(to, here + kBlocks, tile + second, 0, kWarpBlocks - here - kBlocks, full, lane);
+        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
       }
     }
   }

@@ -736,8 +736,8 @@ struct Place {
 };
 
 // ---- gemm/prepared_weight --------------------------------------------------
-// The weight in tiles that lie in memory as decode_weight() takes them.
-template <typename In, typename Out, Format kFormat> struct PreparedWeight {
+// The weight in tiles that lie in memory as decode_weight() takes them. With kOnce, L2 need not keep them.
+template <typename In, typename Out, Format kFormat, bool kOnce = false> struct PreparedWeight {
   static constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
   static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
 
@@ -753,7 +753,8 @@ template <typename In, typename Out, Format kFormat> struct PreparedWeight {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const uint64 from = uint64(min(row / kTileRows + i, uint32(ceil_div(n, kTileRows)) - 1)) * steps + step;
-      ptx::bulk_load(to[i], tiles + from * kTileBytes, kTileBytes, full);
+      if constexpr (kOnce) ptx::bulk_load_once(to[i], tiles + from * kTileBytes, kTileBytes, full);
+      if constexpr (!kOnce) ptx::bulk_load(to[i], tiles + from * kTileBytes, kTileBytes, full);
     }
   }
   __device__ __forceinline__ Affine affine(int64 row, float alpha) const {

@@ -658,14 +658,13 @@ template <typename In, Format kFormat, int kTileM, int kWarpBlocks> struct Weigh
 
 // ---- gemm/pieces -----------------------------------------------------------
 // A warp's pieces of the weight on their way into its ring, and the way of its sums out.
-// Where the pieces of a warp are in their tiles. A piece may lie in several of them, one below the other.
+// Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
 template <class Piece, bool kHasTma> struct PieceLoads {
   static constexpr int kWarpBlocks = Piece::kHeight, kBlockCodes = Piece::kBlockCodes;
   static constexpr int kBlockScales = Piece::kBlockScales;
 
   int   block;  // the first one, of a tile
   int64 below;  // to the tile below; none is below the last
-  int64 second = below;  // to the tile below that
 
   __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
     if (!kHasTma || ptx::elect_one()) {
@@ -675,9 +674,7 @@ template <class Piece, bool kHasTma> struct PieceLoads {
       } else {
         const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
         copy_blocks(to, 0, tile, block, here, full, lane);
-        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, min(kWarpBlocks - here, kBlocks), full, lane);
-        if (kWarpBlocks > kBlocks + 2 && here + kBlocks < kWarpBlocks)
-          copy_blocks(to, here + kBlocks, tile + second, 0, kWarpBlocks - here - kBlocks, full, lane);
+        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
       }
     }
   }
@@ -919,8 +916,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) gemm_narrow(
   const bool has_rows = row < n;  // the last CTA may have warps to spare
   const int64 strip = int64(chunks) * Piece::kTileBytes;  // of tiles
   const uint8* tile = weight + row / kTileRows * strip + (first + group) * Piece::kTileBytes;  // of the next piece
-  const auto below = [&](int tiles) { return min(tiles, int(ceil_div(n, kTileRows)) - 1 - row / kTileRows) * strip; };
-  const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16, below(1), below(2)};
+  const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
+                                             row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + (first_m + x_row) * x_stride + column, kTurnRows * x_stride, min(rows, kTileM) - x_row,
                   int(k) - column};
