@@ -91,6 +91,7 @@ _DOWN: tuple[Row[Any], ...] = (
         (FewTactic(4, 8, 2, 2), {"tiles_per_sm": 1.0}),
         (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
         (FewTactic(4, 16, 2, 1), {"k": 2048}),
+        (_SMALL_CTAS, {"k": 2048}),
         (NarrowTactic(8, 4, 1, 4, 3, 3), {"tiles_per_sm": 3.0}),
         (NarrowTactic(8, 4, 1, 2, 3, 6), {}),
         item_rows=0,
