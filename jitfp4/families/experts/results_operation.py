@@ -23,6 +23,7 @@ TABLE: Table[WideTactic] = Table(
         Row(WideTactic(48, 8, 4, 2), {"item_rows": 48}),
         Row(WideTactic(80, 8, 4, 2), {"item_rows": 80}),
         Row(WideTactic(96, 8, 4, 2), {"item_rows": 96}),
+        Row(WideTactic(160, 16, 3), {"item_rows": 160, "fp8": True}),
         Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
         Row(WideTactic(256, 64, 2, 2)),
     ),
