@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 import zlib
@@ -135,10 +136,15 @@ class Variant(NamedTuple):
     rounds: bool = False
     activations: str | None = None
     ranks: int = 1
+    values: bool = False
+    noise: bool = False
 
 
 VARIANTS = {
     "bf16": Variant(quantized=False),
+    "bf16-2": Variant(quantized=False, ranks=2),
+    "values": Variant(quantized=False, values=True),
+    "values-noise": Variant(quantized=False, values=True, noise=True),
     "own": Variant(),
     "own-rounded": Variant(rounds=True),
     "plugin": Variant(plugin=True),
@@ -148,9 +154,10 @@ VARIANTS = {
     "plugin-2": Variant(plugin=True, ranks=2),
     "plugin-kv-2": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", ranks=2),
 }
-"""``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would. ``plugin``: the
-weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8; ``-attention``: and its
-attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
+"""``values``: in bf16, the values of the FP4 weights; ``values-noise``: and outputs of layers off by 2^-10 of themselves,
+about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would.
+``plugin``: the weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8;
+``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
 
 
 def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[s
         group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": None}
         quantization = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
         quantization |= {"ignore": _KEPT, "config_groups": {"group_0": group}}
-    return config | ({"quantization_config": quantization} if variant.quantized else {})
+    return config | ({"quantization_config": quantization} if variant.quantized else {"of_fp4": variant.values})
 
 
 def set_environment() -> None:
@@ -186,10 +193,35 @@ def set_environment() -> None:
     }
 
 
-def seed(model: Any) -> None:
-    """Fill the parameters of a model that an engine made, each by its name."""
+def seed(model: Any, *, of_fp4: bool = False) -> None:
+    """Fill the parameters of a model that an engine made, each by its name; with the values of its FP4 form, too."""
     for name, tensor in model.state_dict().items():
-        fill(name, tensor)
+        (fill_values if of_fp4 and _in_fp4(name) else fill)(name, tensor)
+
+
+def _in_fp4(name: str) -> bool:
+    """Whether FP4 variants have codes for this tensor of the model in bf16."""
+    layer, _, kind = name.rpartition(".")
+    if not kind.endswith("weight") or "norm" in name or layer.endswith(("embed_tokens", "conv1d")):
+        return False
+    return not any(re.fullmatch(kept.removeprefix("re:").removesuffix("$"), layer) for kept in _KEPT)
+
+
+def fill_values(name: str, tensor: Any) -> None:
+    """What ``fill`` gives the codes and scales of an FP4 variant, as values in ``tensor``'s dtype."""
+    import torch
+
+    from jitfp4.reference.formats import decode_e2m1, unpack_e2m1
+
+    *rows, k = tensor.shape
+    codes = torch.empty(*rows, k // 2, dtype=torch.uint8, device=tensor.device)
+    scales = torch.empty(*rows, k // 16, dtype=torch.float8_e4m3fn, device=tensor.device)
+    fill(f"{name}_packed", codes)
+    fill(f"{name}_scale", scales)
+    parts = (tensor, codes, scales) if tensor.dim() == 3 else (part.unsqueeze(0) for part in (tensor, codes, scales))
+    for part, code, scale in zip(*parts, strict=True):  # experts one by one: float32 takes eight times more
+        values = decode_e2m1(unpack_e2m1(code)).unflatten(-1, (-1, 16))
+        part.copy_((values * (scale.float() / _ENCODE).unsqueeze(-1)).flatten(-2))
 
 
 def fill(name: str, tensor: Any) -> None:
@@ -242,7 +274,7 @@ def checkpoint(config: Any, device: str) -> Iterator[tuple[str, Any]]:
         shapes[f"{name}.weight"] = (config.vocab_size, width), torch.bfloat16
     for name, (shape, dtype) in shapes.items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        fill(name, tensor)
+        (fill_values if getattr(config, "of_fp4", False) and _in_fp4(name) else fill)(name, tensor)
         yield name, tensor
 
 
@@ -261,7 +293,7 @@ def register_loader() -> None:
             if config.model_type == "llama":
                 model.load_weights(checkpoint(config, "cuda"))
             else:
-                seed(model)
+                seed(model, of_fp4=getattr(config, "of_fp4", False))
 
 
 def engine_of(model: str, name: str, layers: int | None, context: int, **changes: Any) -> tuple[Any, float]:
@@ -292,6 +324,8 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
         arguments["attention_config"] = {"backend": variant.backend}
     if variant.activations is not None:
         arguments["additional_config"] = {"jitfp4_activations": variant.activations}
+    elif not variant.plugin:
+        arguments["additional_config"] = {"gdn_prefill_backend": "triton"}  # FlashInfer's is compiled by nvcc
     begun = time.perf_counter()
     llm = LLM(**arguments | changes)
     return llm, time.perf_counter() - begun
