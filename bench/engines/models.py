@@ -154,8 +154,8 @@ VARIANTS = {
     "plugin-2": Variant(plugin=True, ranks=2),
     "plugin-kv-2": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", ranks=2),
 }
-"""``values``: in bf16, the values of the FP4 weights; ``values-noise``: and outputs of layers off by 2^-10 of themselves,
-about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would.
+"""``values``: in bf16, the values of the FP4 weights; ``values-noise``: and outputs of layers off by 2^-10,
+about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache is rounded to NVFP4.
 ``plugin``: the weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8;
 ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
 
