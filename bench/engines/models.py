@@ -145,6 +145,7 @@ VARIANTS = {
     "bf16-2": Variant(quantized=False, ranks=2),
     "values": Variant(quantized=False, values=True),
     "values-noise": Variant(quantized=False, values=True, noise=True),
+    "values-rounded": Variant(quantized=False, values=True, rounds=True),
     "own": Variant(),
     "own-rounded": Variant(rounds=True),
     "plugin": Variant(plugin=True),
@@ -155,7 +156,7 @@ VARIANTS = {
     "plugin-kv-2": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", ranks=2),
 }
 """``values``: in bf16, the values of the FP4 weights; ``values-noise``: and outputs of layers off by 2^-10,
-about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache is rounded to NVFP4.
+about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``-rounded``: its cache is rounded to NVFP4.
 ``plugin``: the weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8;
 ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
 
