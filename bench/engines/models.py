@@ -118,6 +118,7 @@ MODELS = {
     "gpt-oss-20b": GPT_OSS,
     "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
 }
+OF_CHECKPOINTS = ("llama", "qwen3_moe")  # kinds that get their weights as a checkpoint
 _STD = 0.02  # of weights
 _ENCODE = 190.0  # makes the standard deviation of NVFP4 codes that of the weights
 _EXPONENTS = (119, 122)  # of UE8M0: likewise for MXFP4 codes
@@ -250,39 +251,53 @@ def fill(name: str, tensor: Any) -> None:
 
 
 def checkpoint(config: Any, device: str) -> Iterator[tuple[str, Any]]:
-    """The tensors of a Llama's checkpoint by name, whole: of any number of ranks each takes its part of the same."""
+    """The tensors of a checkpoint by name, whole: of any number of ranks each takes its part of the same."""
     import torch
 
-    width, inter, heads, d = config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim
-    kv, fp4 = config.num_key_value_heads * d, getattr(config, "quantization_config", None) is not None
-    attention = {"q": (heads * d, width), "k": (kv, width), "v": (kv, width), "o": (width, heads * d)}
-    products = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
-    products |= {"mlp.gate_proj": (inter, width), "mlp.up_proj": (inter, width), "mlp.down_proj": (width, inter)}
+    fp4 = getattr(config, "quantization_config", None) is not None
+    width, vocabulary = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    products, others = _of_a_layer(config)
     for layer in range(config.num_hidden_layers):
-        stem = f"model.layers.{layer}"
-        for norm in ("input", "post_attention"):
-            shapes[f"{stem}.{norm}_layernorm.weight"] = (width,), torch.bfloat16
+        for name, shape in others.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape, torch.bfloat16
         for name, (n, k) in products.items():
+            stem = f"model.layers.{layer}.{name}"
             if fp4:
-                shapes[f"{stem}.{name}.weight_packed"] = (n, k // 2), torch.uint8
-                shapes[f"{stem}.{name}.weight_scale"] = (n, k // 16), torch.float8_e4m3fn
-                shapes[f"{stem}.{name}.weight_global_scale"] = (1,), torch.float32
+                shapes[f"{stem}.weight_packed"] = (n, k // 2), torch.uint8
+                shapes[f"{stem}.weight_scale"] = (n, k // 16), torch.float8_e4m3fn
+                shapes[f"{stem}.weight_global_scale"] = (1,), torch.float32
             else:
-                shapes[f"{stem}.{name}.weight"] = (n, k), torch.bfloat16
+                shapes[f"{stem}.weight"] = (n, k), torch.bfloat16
     shapes["model.norm.weight"] = (width,), torch.bfloat16
     for name in ("model.embed_tokens", "lm_head"):
-        shapes[f"{name}.weight"] = (config.vocab_size, width), torch.bfloat16
+        shapes[f"{name}.weight"] = (vocabulary, width), torch.bfloat16
     for name, (shape, dtype) in shapes.items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
         (fill_values if getattr(config, "of_fp4", False) and _in_fp4(name) else fill)(name, tensor)
         yield name, tensor
 
 
+def _of_a_layer(config: Any) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:
+    """Shapes of the matrices of a layer that are in FP4, and of its other weights, by name."""
+    width, heads, d = config.hidden_size, config.num_attention_heads, config.head_dim
+    kv, experts = config.num_key_value_heads * d, getattr(config, "num_experts", None)
+    attention = {"q": (heads * d, width), "k": (kv, width), "v": (kv, width), "o": (width, heads * d)}
+    products = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
+    others: dict[str, tuple[int, ...]] = {f"{name}_layernorm": (width,) for name in ("input", "post_attention")}
+    if experts is not None:
+        others |= {"mlp.gate": (experts, width), "self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
+    inter = config.intermediate_size if experts is None else config.moe_intermediate_size
+    for stem in ["mlp"] if experts is None else [f"mlp.experts.{expert}" for expert in range(experts)]:
+        products |= {f"{stem}.gate_proj": (inter, width), f"{stem}.up_proj": (inter, width)}
+        products[f"{stem}.down_proj"] = width, inter
+    return products, others
+
+
 def register_loader() -> None:
     """Name the loader of seeded weights: the same tensors for each engine, with the spread of a trained model's.
 
-    Llamas get them as a checkpoint, by vLLM's own loader.
+    Llamas and Qwen3's mixtures get them as a checkpoint, by vLLM's own loader.
     """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -291,7 +306,7 @@ def register_loader() -> None:
     class Seeded(DummyModelLoader):
         def load_weights(self, model: Any, model_config: Any) -> None:
             config = model_config.hf_config
-            if config.model_type == "llama":
+            if config.model_type in OF_CHECKPOINTS:
                 model.load_weights(checkpoint(config, "cuda"))
             else:
                 seed(model, of_fp4=getattr(config, "of_fp4", False))
