@@ -115,20 +115,29 @@ class Nvfp4Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         self.order = "interleaved4" if d % 64 == 0 else "linear"
         self.workspace = new_workspace(k.device)
 
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The first places of a request's pages, where others want that of each token."""
+        firsts = range(0, self.tokens_per_page, self.tokens)
+        places = [page * self.block_physical_stride + at for page in self.block_table[request_id] for at in firsts]
+        return places[: ceil_div(past_length + query_length, self.tokens)]
+
     def begin(
         self, q_ends: torch.Tensor, ends: torch.Tensor, longest: int, read: torch.Tensor, written: torch.Tensor
     ) -> None:
-        """Find lengths and pages of a step's requests, in the places that are read, or written where nothing is.
+        """Find lengths and pages of a step's requests: the pages that are read, or where nothing is, places written.
 
         Where there are as many requests as tokens, each token becomes a request that ends with it. Most have one token
         then; in a captured step, requests without tokens fill up, and others may have several.
         """
-        places = read if read.numel() else written
         self.slots, self.ends = written, ends.to(torch.int32)
         self.lengths = self.ends.diff()
-        columns = ceil_div(longest, self.tokens)
-        starts = torch.arange(columns, device=ends.device) * self.tokens
-        firsts = (ends[:-1].unsqueeze(1) + starts).clamp(max=places.numel() - 1)
+        columns = torch.arange(ceil_div(longest, self.tokens), device=ends.device)
+        if read.numel():
+            counts = (self.lengths + self.tokens - 1) // self.tokens
+            places, starts = read, counts.cumsum(0) - counts
+        else:
+            places, starts, columns = written, ends[:-1], columns * self.tokens
+        firsts = (starts.unsqueeze(1) + columns).clamp(max=places.numel() - 1)
         self.tables = (places[firsts] // self.tokens).to(torch.int32)
         self.one_each = written.numel() == self.lengths.numel()
         if self.one_each:
