@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 import zlib
@@ -117,6 +118,7 @@ MODELS = {
     "gpt-oss-20b": GPT_OSS,
     "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
 }
+OF_CHECKPOINTS = ("llama", "qwen3_moe")  # kinds that get their weights as a checkpoint
 _STD = 0.02  # of weights
 _ENCODE = 190.0  # makes the standard deviation of NVFP4 codes that of the weights
 _EXPONENTS = (119, 122)  # of UE8M0: likewise for MXFP4 codes
@@ -135,10 +137,16 @@ class Variant(NamedTuple):
     rounds: bool = False
     activations: str | None = None
     ranks: int = 1
+    values: bool = False
+    noise: bool = False
 
 
 VARIANTS = {
     "bf16": Variant(quantized=False),
+    "bf16-2": Variant(quantized=False, ranks=2),
+    "values": Variant(quantized=False, values=True),
+    "values-noise": Variant(quantized=False, values=True, noise=True),
+    "values-rounded": Variant(quantized=False, values=True, rounds=True),
     "own": Variant(),
     "own-rounded": Variant(rounds=True),
     "plugin": Variant(plugin=True),
@@ -148,9 +156,10 @@ VARIANTS = {
     "plugin-2": Variant(plugin=True, ranks=2),
     "plugin-kv-2": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", ranks=2),
 }
-"""``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would. ``plugin``: the
-weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8; ``-attention``: and its
-attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
+"""``values``: in bf16, the values of the FP4 weights; ``values-noise``: and outputs of layers off by 2^-10,
+about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``-rounded``: its cache is rounded to NVFP4.
+``plugin``: the weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8;
+``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
 
 
 def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
@@ -170,7 +179,7 @@ def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[s
         group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": None}
         quantization = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
         quantization |= {"ignore": _KEPT, "config_groups": {"group_0": group}}
-    return config | ({"quantization_config": quantization} if variant.quantized else {})
+    return config | ({"quantization_config": quantization} if variant.quantized else {"of_fp4": variant.values})
 
 
 def set_environment() -> None:
@@ -186,10 +195,35 @@ def set_environment() -> None:
     }
 
 
-def seed(model: Any) -> None:
-    """Fill the parameters of a model that an engine made, each by its name."""
+def seed(model: Any, *, of_fp4: bool = False) -> None:
+    """Fill the parameters of a model that an engine made, each by its name; with the values of its FP4 form, too."""
     for name, tensor in model.state_dict().items():
-        fill(name, tensor)
+        (fill_values if of_fp4 and _in_fp4(name) else fill)(name, tensor)
+
+
+def _in_fp4(name: str) -> bool:
+    """Whether FP4 variants have codes for this tensor of the model in bf16."""
+    layer, _, kind = name.rpartition(".")
+    if not kind.endswith("weight") or "norm" in name or layer.endswith(("embed_tokens", "conv1d")):
+        return False
+    return not any(re.fullmatch(kept.removeprefix("re:").removesuffix("$"), layer) for kept in _KEPT)
+
+
+def fill_values(name: str, tensor: Any) -> None:
+    """What ``fill`` gives the codes and scales of an FP4 variant, as values in ``tensor``'s dtype."""
+    import torch
+
+    from jitfp4.reference.formats import decode_e2m1, unpack_e2m1
+
+    *rows, k = tensor.shape
+    codes = torch.empty(*rows, k // 2, dtype=torch.uint8, device=tensor.device)
+    scales = torch.empty(*rows, k // 16, dtype=torch.float8_e4m3fn, device=tensor.device)
+    fill(f"{name}_packed", codes)
+    fill(f"{name}_scale", scales)
+    parts = (tensor, codes, scales) if tensor.dim() == 3 else (part.unsqueeze(0) for part in (tensor, codes, scales))
+    for part, code, scale in zip(*parts, strict=True):  # experts one by one: float32 takes eight times more
+        values = decode_e2m1(unpack_e2m1(code)).unflatten(-1, (-1, 16))
+        part.copy_((values * (scale.float() / _ENCODE).unsqueeze(-1)).flatten(-2))
 
 
 def fill(name: str, tensor: Any) -> None:
@@ -217,39 +251,53 @@ def fill(name: str, tensor: Any) -> None:
 
 
 def checkpoint(config: Any, device: str) -> Iterator[tuple[str, Any]]:
-    """The tensors of a Llama's checkpoint by name, whole: of any number of ranks each takes its part of the same."""
+    """The tensors of a checkpoint by name, whole: of any number of ranks each takes its part of the same."""
     import torch
 
-    width, inter, heads, d = config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim
-    kv, fp4 = config.num_key_value_heads * d, getattr(config, "quantization_config", None) is not None
-    attention = {"q": (heads * d, width), "k": (kv, width), "v": (kv, width), "o": (width, heads * d)}
-    products = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
-    products |= {"mlp.gate_proj": (inter, width), "mlp.up_proj": (inter, width), "mlp.down_proj": (width, inter)}
+    fp4 = getattr(config, "quantization_config", None) is not None
+    width, vocabulary = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    products, others = _of_a_layer(config)
     for layer in range(config.num_hidden_layers):
-        stem = f"model.layers.{layer}"
-        for norm in ("input", "post_attention"):
-            shapes[f"{stem}.{norm}_layernorm.weight"] = (width,), torch.bfloat16
+        for name, shape in others.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape, torch.bfloat16
         for name, (n, k) in products.items():
+            stem = f"model.layers.{layer}.{name}"
             if fp4:
-                shapes[f"{stem}.{name}.weight_packed"] = (n, k // 2), torch.uint8
-                shapes[f"{stem}.{name}.weight_scale"] = (n, k // 16), torch.float8_e4m3fn
-                shapes[f"{stem}.{name}.weight_global_scale"] = (1,), torch.float32
+                shapes[f"{stem}.weight_packed"] = (n, k // 2), torch.uint8
+                shapes[f"{stem}.weight_scale"] = (n, k // 16), torch.float8_e4m3fn
+                shapes[f"{stem}.weight_global_scale"] = (1,), torch.float32
             else:
-                shapes[f"{stem}.{name}.weight"] = (n, k), torch.bfloat16
+                shapes[f"{stem}.weight"] = (n, k), torch.bfloat16
     shapes["model.norm.weight"] = (width,), torch.bfloat16
     for name in ("model.embed_tokens", "lm_head"):
-        shapes[f"{name}.weight"] = (config.vocab_size, width), torch.bfloat16
+        shapes[f"{name}.weight"] = (vocabulary, width), torch.bfloat16
     for name, (shape, dtype) in shapes.items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        fill(name, tensor)
+        (fill_values if getattr(config, "of_fp4", False) and _in_fp4(name) else fill)(name, tensor)
         yield name, tensor
+
+
+def _of_a_layer(config: Any) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:
+    """Shapes of the matrices of a layer that are in FP4, and of its other weights, by name."""
+    width, heads, d = config.hidden_size, config.num_attention_heads, config.head_dim
+    kv, experts = config.num_key_value_heads * d, getattr(config, "num_experts", None)
+    attention = {"q": (heads * d, width), "k": (kv, width), "v": (kv, width), "o": (width, heads * d)}
+    products = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
+    others: dict[str, tuple[int, ...]] = {f"{name}_layernorm": (width,) for name in ("input", "post_attention")}
+    if experts is not None:
+        others |= {"mlp.gate": (experts, width), "self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
+    inter = config.intermediate_size if experts is None else config.moe_intermediate_size
+    for stem in ["mlp"] if experts is None else [f"mlp.experts.{expert}" for expert in range(experts)]:
+        products |= {f"{stem}.gate_proj": (inter, width), f"{stem}.up_proj": (inter, width)}
+        products[f"{stem}.down_proj"] = width, inter
+    return products, others
 
 
 def register_loader() -> None:
     """Name the loader of seeded weights: the same tensors for each engine, with the spread of a trained model's.
 
-    Llamas get them as a checkpoint, by vLLM's own loader.
+    Llamas and Qwen3's mixtures get them as a checkpoint, by vLLM's own loader.
     """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -258,10 +306,10 @@ def register_loader() -> None:
     class Seeded(DummyModelLoader):
         def load_weights(self, model: Any, model_config: Any) -> None:
             config = model_config.hf_config
-            if config.model_type == "llama":
+            if config.model_type in OF_CHECKPOINTS:
                 model.load_weights(checkpoint(config, "cuda"))
             else:
-                seed(model)
+                seed(model, of_fp4=getattr(config, "of_fp4", False))
 
 
 def engine_of(model: str, name: str, layers: int | None, context: int, **changes: Any) -> tuple[Any, float]:
@@ -292,6 +340,8 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
         arguments["attention_config"] = {"backend": variant.backend}
     if variant.activations is not None:
         arguments["additional_config"] = {"jitfp4_activations": variant.activations}
+    elif not variant.plugin:
+        arguments["additional_config"] = {"gdn_prefill_backend": "triton"}  # FlashInfer's is compiled by nvcc
     begun = time.perf_counter()
     llm = LLM(**arguments | changes)
     return llm, time.perf_counter() - begun

@@ -40,8 +40,14 @@ KERNELS = 16  # of a profile
 PROMPTS, MORE = (1, 16, 65, 128, 300), 188  # tokens; of the last prompt MORE than a chunk
 FORCED = 24
 PROBED = list(range(77, 128256, 1002))  # tokens whose logits are compared
+NOISE = 2.0**-10
 PAIRS = (
     ("plugin", "own"),
+    ("plugin", "values"),
+    ("own", "values"),
+    ("values-noise", "values"),
+    ("values-rounded", "values"),
+    ("plugin-kv", "values-rounded"),
     ("plugin-fp8", "plugin"),
     ("plugin-attention", "own"),
     ("plugin-kv", "own-rounded"),
@@ -136,15 +142,15 @@ def logits(model: str, name: str, options: argparse.Namespace) -> torch.Tensor:
     from vllm import SamplingParams
 
     prompts = [prompt(request, tokens) for request, tokens in enumerate((*PROMPTS, options.chunk + MORE))]
-    longest = options.chunk + 512
+    longest, hooked = options.chunk + 512, VARIANTS[name].rounds or VARIANTS[name].noise
     small: dict[str, Any] = {"max_num_batched_tokens": options.chunk, "max_model_len": longest, "max_num_seqs": 8}
     small |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 2 << 30}  # others may use the GPU
-    small |= {"logprobs_mode": "raw_logits", "max_logprobs": len(PROBED), "enforce_eager": VARIANTS[name].rounds}
+    small |= {"logprobs_mode": "raw_logits", "max_logprobs": len(PROBED), "enforce_eager": hooked}
     llm, ready = engine_of(model, name, options.layers, 0, **small)
     before = llm.collective_rpc(loaded)
     print(f"READY {model} {name}: {ready:.1f} s, kernels of ranks {before}", flush=True)
-    if VARIANTS[name].rounds:
-        llm.apply_model(round_keys_and_values)
+    if hooked:
+        llm.apply_model(round_keys_and_values if VARIANTS[name].rounds else add_noise)
     wanted = [
         SamplingParams(
             max_tokens=FORCED,
@@ -174,6 +180,20 @@ def round_keys_and_values(model: torch.nn.Module) -> None:
 def _rounds(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     query, key, value, *others = arguments
     return query, rounded(key, module.head_size), rounded(value, module.head_size), *others
+
+
+def add_noise(model: torch.nn.Module) -> None:
+    """Let outputs of linear layers and experts differ by NOISE of themselves, as those of other kernels may."""
+    layers = [module for module in model.modules() if hasattr(module, "quant_method")]
+    assert layers, "the model has no linear layers"
+    for layer in layers:
+        layer.register_forward_hook(_with_noise)
+
+
+def _with_noise(_module: Any, _arguments: Any, out: Any) -> None:
+    for part in out if isinstance(out, tuple) else (out,):
+        if part is not None:
+            part.mul_(1 + NOISE * torch.randn_like(part))
 
 
 def rounded(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

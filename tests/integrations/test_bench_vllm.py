@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.engines import vllm_decode
-from bench.engines.models import MODELS, VARIANTS, config_of
+from bench.engines.models import MODELS, VARIANTS, config_of, fill, seed
 from jitfp4 import nvfp4_kv_dequantize, nvfp4_kv_quantize
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,44 @@ def test_only_variants_with_fp4_weights_say_so(model: str) -> None:
     for name, variant in VARIANTS.items():
         config = config_of(model, variant, 3)
         assert config["num_hidden_layers"] == 3 and len(config.get("layer_types", "abc")) == 3
-        assert ("quantization_config" in config) == (name != "bf16")
+        assert ("quantization_config" in config) == (not name.startswith(("bf16", "values")))
+
+
+def test_values_are_those_of_codes() -> None:
+    """A linear layer and experts; a router and an embedding are the same in both."""
+    shapes = {"a.mlp.experts.w13_weight": (3, 6, 32), "a.mlp.down_proj.weight": (6, 32)}
+    kept = {"a.mlp.gate.weight": (4, 32), "embed_tokens.weight": (8, 32), "a.conv1d.weight": (4, 1, 4)}
+    state = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in (shapes | kept).items()}
+    seed(SimpleNamespace(state_dict=lambda: state), of_fp4=True)
+    for name, shape in shapes.items():
+        codes = torch.zeros(*shape[:-1], 16, dtype=torch.uint8)
+        scales = torch.zeros(*shape[:-1], 2).to(torch.float8_e4m3fn)
+        factor = torch.zeros(1)
+        for part, tensor in (("packed", codes), ("scale", scales), ("global_scale", factor)):
+            fill(f"{name}_{part}", tensor)
+        exact = dequantize(codes.flatten(0, -2), scales.flatten(0, -2), factor).view(shape)
+        assert (state[name].float() - exact).abs().max() < 2**-8 * exact.abs().max() and exact.std() > 0.015
+    for name, shape in kept.items():
+        alone = torch.zeros(shape, dtype=torch.bfloat16)
+        fill(name, alone)
+        assert torch.equal(state[name], alone) and alone.any()
+
+
+def test_noise_is_added_to_layers() -> None:
+    layer = torch.nn.Linear(64, 64)
+    layer.quant_method = None
+    rows = torch.randn(3, 64)
+    want = layer(rows).detach()
+    vllm_decode.add_noise(torch.nn.Sequential(layer))
+    with torch.no_grad():
+        error = (layer(rows) - want) / want
+    assert 0.3 * vllm_decode.NOISE < error.std() < 3 * vllm_decode.NOISE
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, encode: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    signed = torch.cat((values, -values))[torch.stack((codes % 16, codes // 16), -1).long()].flatten(-2)
+    return signed * scales.float().repeat_interleave(16, -1) / encode
 
 
 @pytest.mark.parametrize("shape", [(5, 2 * 128), (5, 2, 128)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,20 @@ def test_batches_over_nvfp4_continue_as_an_nvfp4_cache_does(kind: str, tmp_path:
     assert model.config._attn_implementation == "jitfp4"
     with pytest.raises(ArgumentError, match="scales: got 1 pairs; allowed: 2"):
         batching.nvfp4_batches(model, scales[:1]).__enter__()
+
+
+def test_in_a_captured_step_each_token_is_a_request() -> None:
+    """Two requests, the second of one token, with empty ones up to a size that has a graph."""
+    batching = pytest.importorskip("jitfp4.integrations.transformers.batches", exc_type=ImportError)
+    step, q_ends = SimpleNamespace(tokens=PAGE), torch.tensor([0, 3, 4, 4, 4, 4], dtype=torch.int32)
+    ends = torch.tensor([0, 23, 29, 29, 29, 29], dtype=torch.int32)
+    read = torch.tensor([80, 32, 112, *[999] * 7])
+    written = torch.tensor([36, 37, 38, 117, 999])
+    batching.Nvfp4Allocator.begin(step, q_ends, ends, 2 * PAGE, read, written)
+    assert step.one_each and step.lengths.tolist() == [21, 22, 23, 6, 0]
+    assert step.tables[:3].tolist() == [[5, 2]] * 3 and step.tables[3, 0] == 7
+    batching.Nvfp4Allocator.begin(step, q_ends[:3], ends[:3], 2 * PAGE, read[:3], written[:4])
+    assert not step.one_each and step.lengths.tolist() == [23, 6] and step.tables[0].tolist() == [5, 2]
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import jitfp4.integrations.vllm as plugin
-from bench.engines.models import MODELS, VARIANTS, checkpoint, config_of, seed
+from bench.engines.models import MODELS, OF_CHECKPOINTS, VARIANTS, checkpoint, config_of, seed
 from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
@@ -102,7 +102,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     with set_current_vllm_config(config), torch.no_grad():
         torch.set_default_dtype(torch.bfloat16)
         model = initialize_model(vllm_config=config)
-        if document["model_type"] == "llama":
+        if document["model_type"] in OF_CHECKPOINTS:
             loaded = model.load_weights(checkpoint(config.model_config.hf_config, "cpu"))
             assert {name for name, _ in model.named_parameters() if ".weight" in name} <= loaded
         else:

@@ -115,15 +115,36 @@ class Nvfp4Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         self.order = "interleaved4" if d % 64 == 0 else "linear"
         self.workspace = new_workspace(k.device)
 
-    def begin(self, ends: torch.Tensor, longest: int, read: torch.Tensor, written: torch.Tensor) -> None:
-        """Find lengths and pages of a step's requests, in the places that are read, or written where nothing is."""
-        places = read if read.numel() else written
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The first places of a request's pages, where others want that of each token."""
+        firsts = range(0, self.tokens_per_page, self.tokens)
+        places = [page * self.block_physical_stride + at for page in self.block_table[request_id] for at in firsts]
+        return places[: ceil_div(past_length + query_length, self.tokens)]
+
+    def begin(
+        self, q_ends: torch.Tensor, ends: torch.Tensor, longest: int, read: torch.Tensor, written: torch.Tensor
+    ) -> None:
+        """Find lengths and pages of a step's requests: the pages that are read, or where nothing is, places written.
+
+        Where there are as many requests as tokens, each token becomes a request that ends with it. Most have one token
+        then; in a captured step, requests without tokens fill up, and others may have several.
+        """
         self.slots, self.ends = written, ends.to(torch.int32)
         self.lengths = self.ends.diff()
-        columns = ceil_div(longest, self.tokens)
-        starts = torch.arange(columns, device=ends.device) * self.tokens
-        firsts = (ends[:-1].unsqueeze(1) + starts).clamp(max=places.numel() - 1)
+        columns = torch.arange(ceil_div(longest, self.tokens), device=ends.device)
+        if read.numel():
+            counts = (self.lengths + self.tokens - 1) // self.tokens
+            places, starts = read, counts.cumsum(0) - counts
+        else:
+            places, starts, columns = written, ends[:-1], columns * self.tokens
+        firsts = (starts.unsqueeze(1) + columns).clamp(max=places.numel() - 1)
         self.tables = (places[firsts] // self.tokens).to(torch.int32)
+        self.one_each = written.numel() == self.lengths.numel()
+        if self.one_each:
+            tokens = torch.arange(written.numel(), dtype=q_ends.dtype, device=ends.device)
+            owners = torch.searchsorted(q_ends[1:], tokens, right=True).clamp(max=tokens.numel() - 1)
+            self.lengths = self.lengths[owners] - (q_ends[1:][owners] - 1 - tokens).clamp(min=0).to(torch.int32)
+            self.tables = self.tables[owners]
 
     def update(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """What another attention would call. Raises ArgumentError."""
@@ -154,7 +175,8 @@ def attend(
     if module.layer_idx == allocator.layer_indices[0]:
         kind, index = allocator.layer_type, allocator.index
         found = kwargs["cu_seq_lens_k"][kind], kwargs["max_length_k"][kind]
-        allocator.begin(*found, kwargs["read_index"][index], kwargs["write_index"][index])
+        places = kwargs["read_index"][index], kwargs["write_index"][index]
+        allocator.begin(kwargs["cu_seq_lens_q"], *found, *places)
     pages, rows = allocator.pages[module.layer_idx], by_token(query)
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
         by_token(key),
@@ -177,7 +199,7 @@ def attend(
         "v_scale_layout": allocator.order,
     }
     out: Any
-    if kwargs["max_length_q"] == 1 and rows.shape[0] == requests:
+    if allocator.one_each:
         out = trtllm_batch_decode_with_kv_cache(*first, longest, *products, **options)
     else:
         ends = kwargs["cu_seq_lens_q"].to(torch.int32), allocator.ends
