@@ -37,7 +37,10 @@ KINDS = (  # update, steps, tokens, state
 # Rows of a tile, rows of a lane, warps. States of small batches fit in L2; large batches are bound by memory.
 SMALL_CUTS = ((16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8), (64, 4, 4), (128, 4, 8), (128, 8, 4))
 LARGE_CUTS = ((8, 1, 2), (16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8))
-DECODE_CUTS = ((16, 1, 4), (32, 1, 8), (16, 2, 2), (32, 2, 4), (64, 2, 8), (32, 4, 2), (64, 4, 4), (128, 4, 8))
+DECODE_CUTS = (
+    *((16, 1, 4), (32, 1, 8), (16, 2, 2), (32, 2, 4), (64, 2, 8)),
+    *((32, 4, 2), (64, 4, 4), (128, 4, 8), (128, 8, 4)),
+)
 CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 4, 6), 8: (0, 2)}  # by warps
 LARGE = 32  # batch from which states do not stay in L2
 
