@@ -21,7 +21,10 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results/h200"
-SECTIONS = {"Llama-3.1-8B in SGLang": ("sglang", "llama-3.1-8b")}
+SECTIONS = {
+    "Llama-3.1-8B in SGLang": ("sglang", "llama-3.1-8b"),
+    "Qwen3-30B-A3B in SGLang": ("sglang_experts", "qwen3-30b-a3b"),
+}
 LABELS = {"bf16": "bf16", "own": "FP4, SGLang's own kernels", "plugin": "FP4, plugin"}
 
 
