@@ -106,10 +106,16 @@ def logits(entries: list[Any]) -> torch.Tensor:
     return torch.tensor([[found[0] for found in sorted(step, key=lambda found: found[1])] for step in entries])
 
 
-def checked(model: str, name: str, folder: Path, engine_of: Callable[..., Any], attention: str) -> None:
-    """Run a checkpoint of ``folder``: what it generates; and, in bf16, what the others generated, as prompts."""
-    engine, ready = engine_of(folder, attention, mem_fraction_static=0.3, max_total_tokens=16384)
-    print(f"READY {model} {name}: {ready:.1f} s", flush=True)
+def checked(
+    model: str, name: str, folder: Path, engine_of: Callable[..., Any], attention: str, ready: Callable[[], None]
+) -> None:
+    """Run a checkpoint of ``folder``: what it generates; and, in bf16, what the others generated, as prompts.
+
+    ``ready`` is called when the engine is ready, and returns at its turn, which is that of bf16 after the others.
+    """
+    engine, seconds = engine_of(folder, attention, max_total_tokens=16384)
+    print(f"READY {model} {name}: {seconds:.1f} s", flush=True)
+    ready()
     prompts = [
         [(7 * request + 13 * place) % 4000 + 10 for place in range(size)] for request, size in enumerate(PROMPTS)
     ]

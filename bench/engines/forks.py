@@ -43,22 +43,41 @@ def use_recorded_gpu() -> None:
 
 def forked(run: Callable[[], None], log: Path, limit: float) -> int:
     """Run a fork, its output in a file; returns its exit status, -9 after more seconds than the limit."""
-    begun = time.monotonic()
+    return finished(begun(run, log), log, limit)
+
+
+def begun(run: Callable[[], None], log: Path) -> int:
+    """Begin a fork, its output in a file; returns its id."""
     child = os.fork()
-    if child == 0:
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.setpgrp()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 9)  # it ends with this process, however that ends
-        status = 1
-        try:
-            run()
-            status = 0
-        except BaseException:  # the fork ends here, whatever it was
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(status)
+    if child:
+        return child
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.setpgrp()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 9)  # it ends with this process, however that ends
+    status = 1
+    try:
+        run()
+        status = 0
+    except BaseException:  # the fork ends here, whatever it was
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def wait_for(file: Path, child: int, limit: float) -> None:
+    """Wait until a fork has made a file or has ended, at most so many seconds."""
+    begun = time.monotonic()
+    while not file.exists() and time.monotonic() - begun < limit:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return
+        time.sleep(0.05)
+
+
+def finished(child: int, log: Path, limit: float) -> int:
+    """Wait for a fork, and end it after more seconds than the limit; prints what its log shows. Returns its status."""
+    begun = time.monotonic()
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() - begun > limit:
             _end(child)

@@ -7,18 +7,24 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.engines import check_sglang, forks
+from bench.engines import check_sglang, forks, sglang_decode
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, unpack_e2m1
 
 safetensors = pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench/results/h200/sglang.csv"
+RESULTS = ROOT / "bench/results/h200"
+SECTIONS = {
+    "Llama-3.1-8B in SGLang": ("sglang", "llama-3.1-8b"),
+    "Qwen3-30B-A3B in SGLang": ("sglang_experts", "qwen3-30b-a3b"),
+}
 LABELS = {"bf16": "bf16", "own": "FP4, SGLang's own kernels", "plugin": "FP4, plugin"}
 
 
@@ -92,12 +98,42 @@ def test_a_recorded_gpu_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.cuda.get_device_properties(0).multi_processor_count == 132
 
 
-def test_the_guide_names_the_figures_of_the_run() -> None:
+def test_engines_start_at_once_and_work_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = os.open(tmp_path / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def works(name: str, wait: Callable[[], None]) -> None:
+        os.write(told, b"start ")
+        wait()
+        os.write(told, f"{name} {os.environ['SGLANG_PLUGINS']} ".encode())
+
+    def fails(wait: Callable[[], None]) -> None:
+        raise ValueError(wait)
+
+    runs = [
+        sglang_decode.Run("first", "plugin", partial(works, "first"), tmp_path),
+        sglang_decode.Run("bad", "own", fails, tmp_path),
+        sglang_decode.Run("last", "own", partial(works, "last"), tmp_path),
+    ]
+    done: list[str] = []
+    failed = sglang_decode.run(runs, tmp_path, 60, lambda one: done.append(one.name))
+    assert (failed, done) == (["bad"], ["first", "last"])
+    assert (tmp_path / "told").read_text() == "start start first seeded,jitfp4 last seeded "
+    assert "bad: status 1" in capsys.readouterr().out
+
+
+def test_an_engine_that_does_not_get_ready_is_not_waited_for(tmp_path: Path) -> None:
+    child = forks.begun(lambda: os.kill(os.getpid(), 19), tmp_path / "slow.log")  # it stops
+    forks.wait_for(tmp_path / "slow.ready", child, 0.2)
+    assert forks.finished(child, tmp_path / "slow.log", 0.1) == -9
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_guide_names_the_figures_of_the_run(section: str) -> None:
     """A row for each variant and attention that was run: milliseconds and tokens a second at each batch."""
-    guide = (ROOT / "docs/engines.md").read_text()
-    text = "".join(re.findall(r"^#### Llama-3.1-8B in SGLang\n(.*?)^##", guide, re.MULTILINE | re.DOTALL))
-    rows = list(csv.DictReader(RESULTS.open(newline=""))) if RESULTS.exists() else []
-    assert bool(rows) == bool(text)
+    (file, model), guide = SECTIONS[section], (ROOT / "docs/engines.md").read_text()
+    (text,) = re.findall(rf"^#### {re.escape(section)}\n(.*?)^##", guide, re.MULTILINE | re.DOTALL)
+    rows = list(csv.DictReader((RESULTS / f"{file}.csv").open(newline="")))
+    assert {row["model"] for row in rows} == {model} and {row["loaded_after_ready"] for row in rows} == {"0"}
     for variant, attention in dict.fromkeys((row["variant"], row["attention"]) for row in rows):
         (line,) = re.findall(rf"^\| {re.escape(LABELS[variant])} \| {attention} \| (.*) \|$", text, re.MULTILINE)
         own = [row for row in rows if (row["variant"], row["attention"]) == (variant, attention)]
