@@ -255,9 +255,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-        checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
-        checks.unused("uses_spcompress", uses_spcompress or None, None)
+        if skip_softmax_threshold_scale_factor is not None or use_fp16_softmax or uses_spcompress:
+            checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+            checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
+            checks.unused("uses_spcompress", uses_spcompress or None, None)
         for name, value, allowed in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
             if value not in allowed:
                 raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
