@@ -80,8 +80,6 @@ UNPACKED = {
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": "whether the values of scales are known",
     "single_decode_with_kv_cache": "a page table is made",
     "single_prefill_with_kv_cache": "a page table is made",
-    "fused_add_rmsnorm": "results are its arguments",
-    "gemma_fused_add_rmsnorm": "results are its arguments",
     "trtllm_batch_decode_with_kv_cache fp4": "an FP4Tensor",
 }
 """Functions that do something before a call is looked up, and what with."""
