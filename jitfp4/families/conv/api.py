@@ -142,7 +142,9 @@ def causal_conv1d_update(
             "out", f"shape {tuple(target.shape)}, strides {target.stride()}", f"{tuple(x.shape)}, channels adjacent"
         )
     rows, result = (_by_tokens(tensor, query_start_loc is not None) for tensor in (x, target))
-    in_place = out is None or (target.data_ptr() == x.data_ptr() and target.stride() == x.stride())
+    in_place = target is x
+    if not in_place and not torch.compiler.is_dynamo_compiling():  # which cannot compare addresses
+        in_place = target.data_ptr() == x.data_ptr() and target.stride() == x.stride()
     _convolve(
         None if in_place else rows,
         result,
