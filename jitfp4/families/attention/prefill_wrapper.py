@@ -283,8 +283,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             q_len=max(1, q.shape[0]) if q_len is None else q_len,
             enable_pdl=enable_pdl,
         )
-        compiling = torch.compiler.is_dynamo_compiling()
-        result = attention(plan, request) if compiling else _remembered(plan)(request)
+        if torch.compiler.is_dynamo_compiling():
+            result = attention(plan, request)
+        else:
+            if self._run is None:
+                self._run = _remembered(plan)
+            result = self._run(request)
         if not isinstance(result, tuple):
             return result
         logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]
