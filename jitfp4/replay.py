@@ -141,6 +141,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         tensors_of, flags_of, groups_of, with_groups = sort
         if groups_of is not None:
             groups = groups_of(values)
+            lengths: tuple[int, ...]
             if len(groups) == 2:  # K and V, their scales; faster than the loop
                 first, second = groups
                 values, lengths = (*values, *first, *second), (len(first), len(second))
