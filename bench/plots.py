@@ -292,6 +292,68 @@ HOST_CALLS = (
 )
 
 
+def draw_step(folder: Path) -> None:
+    """A token of 8B by parts, and steps of both models beside the time of their bytes: before and after."""
+    before, after = rows(folder, "step_before"), steps(folder)
+    figure = new_figure(13, 5)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    first = [row | {"products_and_head_us": row["products_us"] + row["head_us"],
+                    "attention_and_append_us": row["attention_us"] + row["append_us"]}
+             for kind in ("fused", "persistent") for row in [after["8b", 1, 2048, kind]]]  # fmt: skip
+    bars = ({column: float(value) for column, value in before[0].items() if column.endswith("_us")}, *first)
+    names = ("before", "a chain of launches", "DecodeStep")
+    bottom = [0.0] * len(bars)
+    for part, colour in STEP_PARTS.items():
+        heights = [bar.get(f"{part}_us", 0.0) for bar in bars]
+        left.bar(names, heights, 0.6, bottom, color=colour, label=part.replace("_", " "))
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    for number, us in enumerate((1e3 * float(before[0]["ms"]), *(1e3 * row["ms"] for row in first))):
+        left.plot([number - 0.35, number + 0.35], [us, us], color="black", label="the step" if number == 0 else None)
+    left.axhline(1e3 * first[0]["bound_ms"], color="0.5", ls="--", label="its bytes at read bandwidth")
+    left.set(title="A token of Llama 3.1 8B, one request of 2,048 tokens", ylabel="us", ylim=(0, 2800))
+    left.legend(fontsize="small", loc="upper right", ncols=2)
+    labels = [f"{row['model']}\n{row['batch']} x {int(row['context']) // 1024}k" for row in before]
+    now = [best_step(after, row) for row in before]
+    shown = {
+        "bf16, before": ("0.7", [float(row["bf16_ms"]) for row in before]),
+        "NVFP4 weights and cache, before": ("tab:orange", [float(row["ms"]) for row in before]),
+        "now": ("tab:green", [row["ms"] for row in now]),
+        "its bytes at read bandwidth": ("0.3", [row["bound_ms"] for row in now]),
+    }
+    for number, (name, (colour, times)) in enumerate(shown.items()):
+        drawn = right.bar([i + 0.2 * number for i in range(len(labels))], times, 0.18, color=colour, label=name)
+        right.bar_label(drawn, [f"{time:.3g}" for time in times], fontsize="x-small", rotation=90, padding=3)
+    right.set_xticks([i + 0.3 for i in range(len(labels))], labels)
+    right.set(title="Whole steps (70b/4: a quarter of its layers)", ylabel="ms", ylim=(0, 23))
+    right.legend(fontsize="small")
+    save(figure, folder, "step", "step")
+
+
+STEP_PARTS = {
+    "products_and_head": "tab:blue",
+    "attention_and_append": "tab:green",
+    "layers": "tab:cyan",
+    "glue": "tab:orange",
+    "seams": "0.6",
+}
+
+
+def steps(folder: Path) -> dict[tuple[str, int, int, str], dict[str, float]]:
+    """The measured columns of steps, by model, requests, context and kind; seams that overlap are none."""
+    found = {}
+    for row in rows(folder, "step"):
+        key = row["model"], int(row["batch"]), int(row["context"]), row["step"]
+        measured = {name: float(value) for name, value in row.items() if name.endswith(("us", "ms", "roof"))}
+        found[key] = measured | {"seams_us": max(0.0, measured["seams_us"])}
+    return found
+
+
+def best_step(after: Mapping[tuple[str, int, int, str], dict[str, float]], row: Row) -> dict[str, float]:
+    """The fastest step of a model, its requests and context."""
+    cell = row["model"], int(row["batch"]), int(row["context"])
+    return min((step for key, step in after.items() if key[:3] == cell), key=lambda step: step["ms"])
+
+
 def draw_models(folder: Path) -> None:
     """Whole models: how often the tokens per second of bf16, and tokens per second above the bars."""
     of_vllm = [*rows(folder, "vllm"), *rows(folder, "vllm_experts")]
@@ -342,6 +404,7 @@ DRAWN = {
     "prefill": draw_prefill,
     "append": draw_append,
     "launch": draw_launch,
+    "step": draw_step,
 }
 
 

@@ -37,6 +37,7 @@ _MOST_OF_A_KEY = 15  # further calls that a function remembers for one key, whic
 _suspended = 0
 _generation = 0  # forget() begins a new one: calls that began in an earlier one are not remembered
 _counting = threading.Lock()
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def note(step: Step | None) -> None:
@@ -129,7 +130,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling() or _suspended or is_watched():
+        if _is_compiling() or _suspended or is_watched():
             return function(*args, **kwargs)
         values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
         if len(values) == 1 and isinstance(values[0], tuple):  # a record of arguments
@@ -140,9 +141,14 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         tensors_of, flags_of, groups_of, with_groups = sort
         if groups_of is not None:
             groups = groups_of(values)
-            for group in groups:
-                values += (*group,)
-            lengths = (*map(len, groups),)
+            lengths: tuple[int, ...]
+            if len(groups) == 2:  # K and V, their scales; faster than the loop
+                first, second = groups
+                values, lengths = (*values, *first, *second), (len(first), len(second))
+            else:
+                for group in groups:
+                    values += (*group,)
+                lengths = (*map(len, groups),)
             if (sort := with_groups.get(lengths) or _add_sort(with_groups, kinds, lengths, values)) is None:
                 return function(*args, **kwargs)
             tensors_of, flags_of, _, _ = sort

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,25 @@ def test_pictures_are_drawn_from_the_committed_results(tmp_path: Path) -> None:
     run_main(load("plots"), "--out", tmp_path)
     drawn, committed = ({path.name for path in folder.glob("*.png")} for folder in (tmp_path, RESULTS / "h200"))
     assert drawn == committed
+
+
+def test_the_table_of_decode_steps_is_that_of_the_records() -> None:
+    plots, folder = load("plots"), RESULTS / "h200"
+    text = (RESULTS.parents[1] / "docs/benchmarks.md").read_text()
+    lines = [line.strip("| ").split(" | ")[1:] for line in text.splitlines() if re.match(r"\| (8B|70B/4), \d", line)]
+    before, after = plots.rows(folder, "step_before"), plots.steps(folder)
+    for line, row in zip(lines, before, strict=True):
+        now = plots.best_step(after, row)
+        recorded = [
+            row["bf16_ms"],
+            row["weights_ms"],
+            row["ms"],
+            now["ms"],
+            now["bound_ms"],
+            row["of_roof"],
+            now["of_roof"],
+        ]
+        assert [float(value) for value in line] == [pytest.approx(float(value), rel=0.02) for value in recorded]
 
 
 def test_what_was_chosen_from_a_search_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
+import torch
 
 from jitfp4 import replay
 from jitfp4.kernel import kernels
@@ -60,3 +64,53 @@ def test_every_public_function_is_here() -> None:
     here = [function_of(name) for name in CALLS]
     missing = {name.split(".")[0] for name, function in callables() if function not in here}
     assert missing == of_no_tensors, "tests/inputs/good.py needs a call of it"
+
+
+UNPACKED = {
+    "BatchDecodeWithPagedKVCacheWrapper": "the wrapper's plan and lists",
+    "BatchPrefillWithPagedKVCacheWrapper": "the wrapper's plan and lists",
+    "DecodeStep": "its weights",
+    "causal_conv1d_fn": "metadata is left out",
+    "fp4_experts": "an Fp4Experts",
+    "fp4_quantize inversed": "the reciprocal of a scale",
+    "grouped_gemm_nt_masked": "pairs, and arguments that must be the defaults",
+    "mm_bf16_fp4": "an Fp4Weight",
+    "mm_fp8_fp4": "an Fp4Weight",
+    "nvfp4_quantize_append_paged_kv_cache": "whether the values of scales are known",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": "whether the values of scales are known",
+    "single_decode_with_kv_cache": "a page table is made",
+    "single_prefill_with_kv_cache": "a page table is made",
+    "trtllm_batch_decode_with_kv_cache fp4": "an FP4Tensor",
+}
+"""Functions that do something before a call is looked up, and what with."""
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_second_call_runs_nothing_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    Launches(monkeypatch, "sm_90a")
+    for name in CALLS.keys() - {*NO_LAUNCH, *CHECKED}:
+        if {name, name.split(" ")[0].split(".")[0]} & UNPACKED.keys():
+            continue
+        replay.forget()
+        arguments, ran = CALLS[name](), list[str]()
+        function_of(name)(**arguments)
+
+        def watch(frame: FrameType, event: str, _: object, ran: list[str] = ran) -> None:
+            if event == "call" and "/families/" in frame.f_code.co_filename:
+                ran.append(frame.f_code.co_name)
+
+        sys.setprofile(watch)
+        try:
+            function_of(name)(**arguments)
+        finally:
+            sys.setprofile(None)
+        assert not ran, name
+
+
+@pytest.mark.usefixtures("plain")
+def test_an_output_in_place_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, given = Launches(monkeypatch, "sm_90a"), CALLS["causal_conv1d_update"]() | {"out": None}
+    x = given["x"]
+    for out in (torch.empty_like(x), x, torch.empty_like(x), x):
+        function_of("causal_conv1d_update")(**given | {"out": out})
+    assert (len(launches.first), len(launches.repeated)) == (2, 2)

@@ -101,7 +101,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
-        self._run: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers if use_cuda_graph else None)
 
     @checked
@@ -252,10 +251,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             self._workspace,
             *self._listed(),
         )
-
-    def _store(self, plan: Plan, lists: Lists) -> None:
-        super()._store(plan, lists)
-        self._run = None
 
     @checked
     def forward(

@@ -255,9 +255,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-        checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
-        checks.unused("uses_spcompress", uses_spcompress or None, None)
+        if skip_softmax_threshold_scale_factor is not None or use_fp16_softmax or uses_spcompress:
+            checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+            checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
+            checks.unused("uses_spcompress", uses_spcompress or None, None)
         for name, value, allowed in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
             if value not in allowed:
                 raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
@@ -282,8 +283,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             q_len=max(1, q.shape[0]) if q_len is None else q_len,
             enable_pdl=enable_pdl,
         )
-        compiling = torch.compiler.is_dynamo_compiling()
-        result = attention(plan, request) if compiling else _remembered(plan)(request)
+        if torch.compiler.is_dynamo_compiling():
+            result = attention(plan, request)
+        else:
+            if self._run is None:
+                self._run = _remembered(plan)
+            result = self._run(request)
         if not isinstance(result, tuple):
             return result
         logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -96,6 +96,7 @@ class PagedWrapper(EngineNames):
         self._buffers: list[torch.Tensor] | None = None
         self._plan: Plan | None = None
         self._lists: Lists | None = None
+        self._run: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None  # for the plan
         if buffers is not None:
             given = []
             for name, buffer in buffers.items():
@@ -189,7 +190,7 @@ class PagedWrapper(EngineNames):
 
     def _store(self, plan: Plan, lists: Lists) -> None:
         """Keep what the next run() uses."""
-        self._plan, self._lists = plan, lists
+        self._plan, self._lists, self._run = plan, lists, None
 
     @checked
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:

@@ -8,14 +8,13 @@ from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.conv.arguments import Arguments
 from jitfp4.families.conv.operation import CONV
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
 
 _WIDTHS = (2, 3, 4)
 _NO_SLOT = -1
 
 
-@checked
 def causal_conv1d_fn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -28,7 +27,7 @@ def causal_conv1d_fn(
     pad_slot_id: int = -1,
     null_block_id: int | None = 0,
     metadata: object = None,  # noqa: ARG001 - vLLM passes what its kernel needs
-    validate_data: bool = False,  # noqa: ARG001 - arguments are always checked
+    validate_data: bool = False,
     *,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -63,47 +62,13 @@ def causal_conv1d_fn(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    check_dtype("x", x, tuple(HALVES))
-    check_device("x", x)
-    if x.dim() != 2 or (x.shape[0] > 1 and x.stride(0) != 1):
-        raise ArgumentError(
-            "x", f"shape {tuple(x.shape)}, strides {x.stride()}", "[channels, tokens], channels adjacent"
-        )
-    if pad_slot_id >= 0:
-        raise ArgumentError("pad_slot_id", pad_slot_id, "a negative number")
-    check_dtype("query_start_loc", query_start_loc, (torch.int32,))
-    if query_start_loc.dim() != 1 or len(query_start_loc) < 1:
-        raise ArgumentError("query_start_loc", f"shape {tuple(query_start_loc.shape)}", "[sequences + 1]")
-    sequences = len(query_start_loc) - 1
-    _check_lists(x, query_start_loc, sequences, ("cache_indices", cache_indices))
-    if has_initial_state is not None:
-        check_dtype("has_initial_state", has_initial_state, (torch.bool,))
-        check_same_device("has_initial_state", has_initial_state, x)
-        if tuple(has_initial_state.shape) != (sequences,):
-            raise ArgumentError("has_initial_state", f"shape {tuple(has_initial_state.shape)}", f"({sequences},)")
-        check_contiguous("has_initial_state", has_initial_state)
-    out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
-    _convolve(
-        x.T,
-        out,
-        weight,
-        bias,
-        conv_states,
-        query_start_loc,
-        cache_indices,
-        has_initial_state,
-        None,
-        sequences,
-        _NO_SLOT if null_block_id is None else null_block_id,
-        False,
-        _has_silu(activation),
-        "states=conv_states,slots=cache_indices,has_state=has_initial_state,starts=query_start_loc",
-        enable_pdl,
+    return _of_prompts(
+        *(x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state),
+        *(activation, pad_slot_id, null_block_id, validate_data, enable_pdl),
     )
-    return out.T
 
 
-@checked
+@public
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -177,7 +142,9 @@ def causal_conv1d_update(
             "out", f"shape {tuple(target.shape)}, strides {target.stride()}", f"{tuple(x.shape)}, channels adjacent"
         )
     rows, result = (_by_tokens(tensor, query_start_loc is not None) for tensor in (x, target))
-    in_place = out is None or (target.data_ptr() == x.data_ptr() and target.stride() == x.stride())
+    in_place = target is x
+    if not in_place and not torch.compiler.is_dynamo_compiling():  # which cannot compare addresses
+        in_place = target.data_ptr() == x.data_ptr() and target.stride() == x.stride()
     _convolve(
         None if in_place else rows,
         result,
@@ -198,12 +165,67 @@ def causal_conv1d_update(
     return target
 
 
+@public
+def _of_prompts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor | None,
+    has_initial_state: torch.Tensor | None,
+    activation: str | None,
+    pad_slot_id: int,
+    null_block_id: int | None,
+    validate_data: bool,  # noqa: ARG001 - arguments are always checked
+    enable_pdl: bool | None,
+) -> torch.Tensor:
+    """causal_conv1d_fn() without metadata: a call that can be remembered, whatever vLLM passes as those."""
+    check_dtype("x", x, tuple(HALVES))
+    check_device("x", x)
+    if x.dim() != 2 or (x.shape[0] > 1 and x.stride(0) != 1):
+        raise ArgumentError(
+            "x", f"shape {tuple(x.shape)}, strides {x.stride()}", "[channels, tokens], channels adjacent"
+        )
+    if pad_slot_id >= 0:
+        raise ArgumentError("pad_slot_id", pad_slot_id, "a negative number")
+    check_dtype("query_start_loc", query_start_loc, (torch.int32,))
+    if query_start_loc.dim() != 1 or len(query_start_loc) < 1:
+        raise ArgumentError("query_start_loc", f"shape {tuple(query_start_loc.shape)}", "[sequences + 1]")
+    sequences = len(query_start_loc) - 1
+    _check_lists(x, query_start_loc, sequences, ("cache_indices", cache_indices))
+    if has_initial_state is not None:
+        check_dtype("has_initial_state", has_initial_state, (torch.bool,))
+        check_same_device("has_initial_state", has_initial_state, x)
+        if tuple(has_initial_state.shape) != (sequences,):
+            raise ArgumentError("has_initial_state", f"shape {tuple(has_initial_state.shape)}", f"({sequences},)")
+        check_contiguous("has_initial_state", has_initial_state)
+    out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
+    _convolve(
+        x.T,
+        out,
+        weight,
+        bias,
+        conv_states,
+        query_start_loc,
+        cache_indices,
+        has_initial_state,
+        None,
+        sequences,
+        _NO_SLOT if null_block_id is None else null_block_id,
+        False,
+        _has_silu(activation),
+        "states=conv_states,slots=cache_indices,has_state=has_initial_state,starts=query_start_loc",
+        enable_pdl,
+    )
+    return out.T
+
+
 def _by_tokens(tensor: torch.Tensor, ragged: bool) -> torch.Tensor:
     """[tokens, channels] of ragged sequences, else [sequences, tokens, channels]."""
     return tensor if ragged else tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.transpose(1, 2)
 
 
-@public
 def _convolve(
     x: torch.Tensor | None,
     out: torch.Tensor,

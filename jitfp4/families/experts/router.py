@@ -9,7 +9,7 @@ from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.experts.topk_operation import EXPERTS_TOPK
 from jitfp4.families.experts.topk_problem import MOST_TAKEN, Method, TopkArguments
 from jitfp4.families.experts.weights import MOST_EXPERTS
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, output
 
 
@@ -59,6 +59,101 @@ def route_experts(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
+    return _route(
+        logits,
+        top_k,
+        method=method,
+        renormalize=renormalize,
+        bias=bias,
+        groups=groups,
+        topk_groups=topk_groups,
+        scale=scale,
+        out_ids=out_ids,
+        out_weights=out_weights,
+        enable_pdl=enable_pdl,
+    )
+
+
+@public
+def fused_topk_deepseek(
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    routed_scaling_factor: float,
+    topk_values: torch.Tensor,
+    topk_indices: torch.Tensor,
+    launch_with_pdl: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    *,
+    backend: str = "default",
+) -> None:
+    """FlashInfer's routing of DeepSeek-V3: route_experts() by sigmoid, with a bias and groups, renormalised.
+
+    Args:
+        scores: [tokens, experts], float32, bf16 or fp16, up to 1024 experts: logits, before the sigmoid.
+        bias: [experts], float32, bf16 or fp16, contiguous.
+        n_group, topk_group, topk, routed_scaling_factor: ``groups``, ``topk_groups``, ``top_k`` and ``scale``.
+        topk_values: [tokens, topk] of the dtype of scores, or float32: the weights, filled in place.
+        topk_indices: [tokens, topk] int32: the experts, filled in place.
+        launch_with_pdl: False for no programmatic dependent launch; where a GPU lacks it, there is none.
+        routing_replay_out: None.
+        backend: "default" or "cake", which mean the same.
+    Returns:
+        None.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    if routing_replay_out is not None:
+        raise ArgumentError("routing_replay_out", "a tensor", "None: topk_indices has the experts")
+    if backend not in ("default", "cake"):
+        raise ArgumentError("backend", repr(backend), "'default' or 'cake'")
+    try:
+        _route(
+            scores,
+            topk,
+            method="sigmoid",
+            renormalize=True,
+            bias=bias,
+            groups=n_group,
+            topk_groups=topk_group,
+            scale=routed_scaling_factor,
+            out_ids=topk_indices,
+            out_weights=topk_values,
+            enable_pdl=None if launch_with_pdl else False,
+        )
+    except ArgumentError as error:
+        raise renamed(error, _NAMES) from None
+
+
+_NAMES = {
+    "logits": "scores",
+    "top_k": "topk",
+    "groups": "n_group",
+    "topk_groups": "topk_group",
+    "scale": "routed_scaling_factor",
+    "out_ids": "topk_indices",
+    "out_weights": "topk_values",
+}
+"""From names of route_experts() to those of fused_topk_deepseek()."""
+
+
+def _route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    method: str,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    groups: int,
+    topk_groups: int,
+    scale: float,
+    out_ids: torch.Tensor | None,
+    out_weights: torch.Tensor | None,
+    enable_pdl: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """route_experts() with arguments whose types are checked."""
     check_dtype("logits", logits, tuple(FLOATS))
     check_device("logits", logits)
     if logits.dim() != 2 or not 0 < logits.shape[1] <= MOST_EXPERTS:
@@ -97,71 +192,6 @@ def route_experts(
         )
     )
     return ids, weights
-
-
-@checked
-def fused_topk_deepseek(
-    scores: torch.Tensor,
-    bias: torch.Tensor,
-    n_group: int,
-    topk_group: int,
-    topk: int,
-    routed_scaling_factor: float,
-    topk_values: torch.Tensor,
-    topk_indices: torch.Tensor,
-    launch_with_pdl: bool = True,
-    routing_replay_out: torch.Tensor | None = None,
-    *,
-    backend: str = "default",
-) -> None:
-    """FlashInfer's routing of DeepSeek-V3: route_experts() by sigmoid, with a bias and groups, renormalised.
-
-    Args:
-        scores: [tokens, experts], float32, bf16 or fp16, up to 1024 experts: logits, before the sigmoid.
-        bias: [experts], float32, bf16 or fp16, contiguous.
-        n_group, topk_group, topk, routed_scaling_factor: ``groups``, ``topk_groups``, ``top_k`` and ``scale``.
-        topk_values: [tokens, topk] of the dtype of scores, or float32: the weights, filled in place.
-        topk_indices: [tokens, topk] int32: the experts, filled in place.
-        launch_with_pdl: False for no programmatic dependent launch; where a GPU lacks it, there is none.
-        routing_replay_out: None.
-        backend: "default" or "cake", which mean the same.
-    Returns:
-        None.
-    Raises:
-        ArgumentError, ArgumentTypeError: before anything is written.
-    """
-    if routing_replay_out is not None:
-        raise ArgumentError("routing_replay_out", "a tensor", "None: topk_indices has the experts")
-    if backend not in ("default", "cake"):
-        raise ArgumentError("backend", repr(backend), "'default' or 'cake'")
-    try:
-        route_experts(
-            scores,
-            topk,
-            method="sigmoid",
-            renormalize=True,
-            bias=bias,
-            groups=n_group,
-            topk_groups=topk_group,
-            scale=routed_scaling_factor,
-            out_ids=topk_indices,
-            out_weights=topk_values,
-            enable_pdl=None if launch_with_pdl else False,
-        )
-    except ArgumentError as error:
-        raise renamed(error, _NAMES) from None
-
-
-_NAMES = {
-    "logits": "scores",
-    "top_k": "topk",
-    "groups": "n_group",
-    "topk_groups": "topk_group",
-    "scale": "routed_scaling_factor",
-    "out_ids": "topk_indices",
-    "out_weights": "topk_values",
-}
-"""From names of route_experts() to those of fused_topk_deepseek()."""
 
 
 def _check_choice(experts: int, top_k: int, groups: int, topk_groups: int) -> None:

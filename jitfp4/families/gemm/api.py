@@ -96,7 +96,6 @@ def prepare_fp4_weight(
     return replace(prepare(codes[places], linear[places], block_format), gated=True)
 
 
-@checked
 def mm_bf16_fp4(
     a: torch.Tensor,
     weight: Fp4Weight,

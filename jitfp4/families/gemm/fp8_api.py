@@ -14,12 +14,11 @@ from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import round_up
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device
 from jitfp4.weight import COLS, ROWS, TILE_ROWS, Fp4Weight, check_still
 
 
-@checked
 def mm_fp8_fp4(
     a: torch.Tensor,
     a_scale: torch.Tensor,

@@ -21,7 +21,7 @@ from jitfp4.families.kv.checks import (
 from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, KERNEL, ROTARY, TABLE, Arguments, problem, problems
 from jitfp4.families.kv.launches import steps
 from jitfp4.operation import Operation
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.reference import kv as reference
 from jitfp4.reference import norm, rope
 from jitfp4.tensors import LEAST, Pair, check_contiguous, check_dtype, check_list, check_same_device, output
@@ -81,7 +81,7 @@ ROPE_APPEND = Operation(
 )
 
 
-@checked
+@public
 def rope_append_paged_kv_cache(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -139,55 +139,6 @@ def rope_append_paged_kv_cache(
     """
     cache = written_pair("paged_kv_cache", paged_kv_cache)
     sf = (None, None) if kv_cache_sf is None else written_pair("kv_cache_sf", kv_cache_sf)
-    return _rope_append(
-        query=query,
-        key=key,
-        value=value,
-        cos_sin_cache=cos_sin_cache,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        k_cache=cache[0],
-        v_cache=cache[1],
-        k_sf=sf[0],
-        v_sf=sf[1],
-        k_scale=k_scale,
-        v_scale=v_scale,
-        is_neox=is_neox,
-        kv_layout=kv_layout,
-        v_sf_layout=v_sf_layout,
-        q_norm_weight=q_norm_weight,
-        k_norm_weight=k_norm_weight,
-        eps=eps,
-        query_out=query_out,
-        enable_pdl=enable_pdl,
-    )
-
-
-@public
-def _rope_append(
-    *,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_sf: torch.Tensor | None,
-    v_sf: torch.Tensor | None,
-    k_scale: torch.Tensor | float,
-    v_scale: torch.Tensor | float,
-    is_neox: bool,
-    kv_layout: str,
-    v_sf_layout: str,
-    q_norm_weight: torch.Tensor | None,
-    k_norm_weight: torch.Tensor | None,
-    eps: float,
-    query_out: torch.Tensor | None,
-    enable_pdl: bool | None,
-) -> torch.Tensor:
-    """The call behind the function, with K and V as two tensors: one that can be remembered."""
     tokens, d = _check_inputs(query, key, value)
     for name, values in (("positions", positions), ("slot_mapping", slot_mapping)):
         check_list(name, values, query, tokens)
@@ -202,11 +153,11 @@ def _rope_append(
                 raise ArgumentError(name, f"shape {tuple(weight.shape)}", f"a contiguous ({d},)")
     if not eps >= 0:
         raise ArgumentError("eps", eps, "a finite number that is not negative")
-    k, v = _sides((k_cache, v_cache), (k_sf, v_sf), kv_layout, query)
+    k, v = _sides(cache, sf, kv_layout, query)
     if k.codes.shape[2] != key.shape[1]:
         raise ArgumentError("paged_kv_cache", f"{k.codes.shape[2]} heads", f"{key.shape[1]}, as key")
     factors, scales = zip(*(_decode(n, s, query) for n, s in (("k_scale", k_scale), ("v_scale", v_scale))), strict=True)
-    interleaved = is_interleaved(v_sf_layout, d, k.codes.shape[1]) if k_sf is not None else False
+    interleaved = is_interleaved(v_sf_layout, d, k.codes.shape[1]) if kv_cache_sf is not None else False
     result = output("query_out", query_out, tuple(query.shape), (query.dtype,), like=query)
     ROPE_APPEND(
         Arguments(
@@ -223,8 +174,8 @@ def _rope_append(
             query_out=result,
             k_cache=k.codes,
             v_cache=v.codes,
-            k_sf=None if k_sf is None else k.sf,
-            v_sf=None if v_sf is None else v.sf,
+            k_sf=None if kv_cache_sf is None else k.sf,
+            v_sf=None if kv_cache_sf is None else v.sf,
             k_factor=factors[0],
             v_factor=factors[1],
             eps=eps,

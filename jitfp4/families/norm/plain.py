@@ -10,7 +10,7 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.kernels.rmsnorm import KERNEL, TABLE, Arguments, problem, problems
 from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN
 from jitfp4.operation import Operation
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.reference import norm as reference
 from jitfp4.tensors import as_rows, check_contiguous, check_dtype, check_same_device, output
 
@@ -116,7 +116,7 @@ def rmsnorm_gated(
     return _normalise(input, weight, gate, eps, 0.0, out, enable_pdl)
 
 
-@checked
+@public
 def fused_add_rmsnorm(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     residual: torch.Tensor,
@@ -140,7 +140,7 @@ def fused_add_rmsnorm(
     _add_and_normalise(input, residual, weight, eps, 0.0, enable_pdl)
 
 
-@checked
+@public
 def gemma_fused_add_rmsnorm(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     residual: torch.Tensor,
@@ -217,7 +217,6 @@ def _normalise(
     return result
 
 
-@public
 def _add_and_normalise(
     input: torch.Tensor,  # noqa: A002
     residual: torch.Tensor,
@@ -225,8 +224,8 @@ def _add_and_normalise(
     eps: float,
     weight_bias: float,
     enable_pdl: bool | None,
-) -> torch.Tensor:
-    """The call behind both functions; returns the input, so that it can be remembered."""
+) -> None:
+    """The call behind both functions."""
     rows = check_rows(input, weight, eps)
     check_contiguous("input", input)
     check_like("residual", residual, input)
@@ -244,4 +243,3 @@ def _add_and_normalise(
             names="out=input",
         )
     )
-    return input

@@ -121,7 +121,6 @@ class DecodeStep:
         qkv, o, gate_up, down = weights_of(self.data[layer], self.problem)
         return qkv, o, gate_up, down
 
-    @checked
     def run(
         self,
         x: torch.Tensor,
