@@ -71,7 +71,8 @@ def gated(m: int, n: int, k: int) -> None:
 
 def wide(tactic: WideTactic, m: int, n: int, k: int, call: Callable[[int, int, int], None] | None = None) -> None:
     """Rings of two slots for each warpgroup of a row of tiles, so that it goes around them more than once."""
-    with _few_slots(wide_kernel, 2 * tactic.depth), MM_BF16_FP4.forced(tactic):
+    turns = 2 if tactic.common else tactic.depth
+    with _few_slots(wide_kernel, 2 * turns), MM_BF16_FP4.forced(tactic):
         (call or partial(assert_product, plain=True))(m, n, k)
 
 
