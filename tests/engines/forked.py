@@ -133,10 +133,8 @@ def _one(item: pytest.Item, results: Path) -> str:
     elif any(hasattr(report, "wasxfail") for report in reports):
         outcome, reason = "elsewhere", "the test is expected to fail"
     else:
-        outcome, reason = (
-            properties.get("outcome", "elsewhere" if reason else "passed"),
-            properties.get("reason") or reason,
-        )
+        outcome = properties.get("outcome", "elsewhere" if reason else "passed")
+        reason = properties.get("reason") or reason
     _write(results, item, outcome, reason, seconds, text[-6000:])
     return outcome
 
