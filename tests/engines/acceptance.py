@@ -36,7 +36,6 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -183,15 +182,6 @@ def _kind(error: Exception) -> str:
     return "failed"
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Test modules ask at their import; no GPU may be touched before the processes are forked."""
-    import torch
-
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda *_device: (10, 0)):
-        return (yield)
-
-
 def _forked() -> Any:
     """The plugin beside this file; under this name, since ``tests`` is FlashInfer's package here."""
     return importlib.import_module("forked")
@@ -204,10 +194,20 @@ def pytest_configure() -> None:
     _prepare()
 
 
+def _pretend() -> None:
+    """Modules ask for the GPU at their import, and none may be touched before the processes are forked."""
+    import torch
+
+    of = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = functools.wraps(of)(lambda _device=None: (10, 0))
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is one
+
+
 def _share(count: int) -> None:
     """Leaves the other processes their part of the GPU's memory, of which few tests need much."""
     import torch
 
+    torch.cuda.get_device_capability = inspect.unwrap(torch.cuda.get_device_capability)
     torch.cuda.set_per_process_memory_fraction(min(1.0, 2 / count))
 
 
@@ -270,7 +270,7 @@ def main(checkout: Path, arguments: list[str]) -> int:
     here, root = Path(__file__).resolve().parent, checkout.resolve()
     sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != here)]
     sys.path.append(str(here))  # after the checkout: pytest imports this file and forked.py by their names
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is asked without touching it
+    _pretend()
     options = ["-p", "forked", "-p", "acceptance", "--import-mode=importlib", "--capture=no", "-q"]
     named = any(".py" in argument for argument in arguments)
     files = [] if named else [str(root / "tests" / file) for file in FILES if (root / "tests" / file).exists()]
