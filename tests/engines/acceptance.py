@@ -7,7 +7,7 @@ jitfp4's functions are put into the installed FlashInfer (``overlay()``), and a 
 Two things differ from FlashInfer's own run: every GPU counts as sm_100, so that tests of what FlashInfer has for
 Blackwell alone run on others too, and attention of one request, which many tests compare with, is computed by torch.
 
-There are 164,000 tests. They run in N processes in an order in which every test function gets its turn, so that those
+There are 166,000 tests. They run in N processes in an order in which every test function gets its turn, so that those
 that began within S seconds are a sample of all; with the same FILE the next run goes on (see forked.py).
 
 Each test ends in one of these, counted at the end:
