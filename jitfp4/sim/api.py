@@ -119,6 +119,7 @@ def run(
                 history.finish_batch(machine.races.clocks)
             stats.executed += program.executed(machine.block_runs)
             stats.issued += machine.issued
+            machine.release()
     for pc, count in stats.executed.items():
         stats.opcodes[program.opcode(pc)] += count
     stats.instructions = stats.opcodes.total()

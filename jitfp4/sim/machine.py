@@ -128,6 +128,13 @@ class Machine:
         if self.live.any():
             raise self.deadlock()
 
+    def release(self) -> None:
+        """Part from what refers back to the machine, so that its memory is free at once, not at a garbage collection."""
+        self.units.clear()
+        self.engines.clear()
+        self.on_exit.clear()
+        del self.memory, self.races
+
     def turn_until_idle(self) -> None:
         """Run basic blocks while some thread can run."""
         ready, blocks, block_at = self.ready, self.program.blocks, self.program.block_at
