@@ -152,7 +152,8 @@ def _value(name: str, text: str) -> Any:
         if array[3] == "random":
             values = np.random.default_rng(0).standard_normal(shape)
             return values.astype(dtype) if dtype.kind == "f" else (values * 100).astype(np.int64).astype(dtype)
-        return np.full(shape, _number(name, array[3] or "0"), dtype)
+        with np.errstate(over="raise"):
+            return np.full(shape, _number(name, array[3] or "0"), dtype)
     return _number(name, text)
 
 

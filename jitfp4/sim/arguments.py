@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +47,16 @@ def _value_bytes(number: int, param: Variable, arg: Any, memory: GlobalMemory) -
     if type(arg).__module__.partition(".")[0] == "torch":
         return memory.add(f"{name} {arg.dtype}{list(arg.shape)}", *_tensor_bytes(name, arg)).to_bytes(8, "little")
     if isinstance(arg, (bool, int, np.integer, np.bool_)):
-        return (int(arg) & ((1 << 8 * param.size) - 1)).to_bytes(param.size, "little")
+        least, most = -(1 << 8 * param.size - 1), (1 << 8 * param.size) - 1
+        if not least <= arg <= most:
+            raise ArgumentError(name, str(arg)[:60], f"a number of {param.size} bytes")
+        return (int(arg) & most).to_bytes(param.size, "little")
     if isinstance(arg, (float, np.floating)) and param.size in (4, 8):
-        return np.array(arg, f"<f{param.size}").tobytes()
+        with np.errstate(over="ignore"):
+            value = np.array(arg, f"<f{param.size}")
+        if np.isinf(value) and not math.isinf(arg):
+            raise ArgumentError(name, str(arg), f"a number of {param.size} bytes")
+        return value.tobytes()
     raise ArgumentTypeError(name, type(arg).__name__, f"a value for a {param.size}-byte parameter")
 
 

@@ -1,13 +1,14 @@
 """FlashInfer's own tests, run against jitfp4 on a GPU.
 
 git clone https://github.com/flashinfer-ai/flashinfer CHECKOUT
-python tests/engines/acceptance.py CHECKOUT [--sample N] [pytest arguments]
+python tests/engines/acceptance.py CHECKOUT [--processes N] [--seconds S] [--results FILE] [pytest arguments]
 
 jitfp4's functions are put into the installed FlashInfer (``overlay()``), and a test counts when it called one of them.
 Two things differ from FlashInfer's own run: every GPU counts as sm_100, so that tests of what FlashInfer has for
 Blackwell alone run on others too, and attention of one request, which many tests compare with, is computed by torch.
 
-There are 160,000 tests; ``--sample N`` runs at most N of each file, which are always the same ones.
+There are 166,000 tests. They run in N processes in an order in which every test function gets its turn, so that those
+that began within S seconds are a sample of all; with the same FILE the next run goes on (see forked.py).
 
 Each test ends in one of these, counted at the end:
 - passed: it called jitfp4, and what it checks is true;
@@ -16,7 +17,8 @@ Each test ends in one of these, counted at the end:
 - environment: the test sets FLASHINFER_NVFP4_4OVER6 behind the import, which jitfp4 does not read (it takes a
   configuration as an argument);
 - own kernel: FlashInfer had to build a kernel of its own, which is not what is tried here;
-- elsewhere: no function of jitfp4 was called, or the test skipped itself;
+- no memory: beside other processes, and again beside fewer;
+- elsewhere: no function of jitfp4 was called, or the test skipped itself, for reasons that are listed;
 - failed: anything else. The exit status is 1 then.
 
 This is a program, not a module of the tests: FlashInfer's tests are a package of the same name.
@@ -28,7 +30,6 @@ import functools
 import importlib
 import inspect
 import os
-import random
 import sys
 import traceback
 from collections import Counter
@@ -58,7 +59,7 @@ FILES = (
     "utils/test_fp4_quantize.py",
     "utils/test_fp4_quantize_padding.py",
 )
-OUTCOMES = ("passed", "refused", "other words", "environment", "own kernel", "elsewhere", "failed")
+OUTCOMES = ("passed", "refused", "other words", "environment", "own kernel", "no memory", "elsewhere", "failed")
 METHODS = ("run", "run_return_lse", "forward", "forward_return_lse")
 
 _is_served = False  # whether the running test has called a function of jitfp4
@@ -181,23 +182,45 @@ def _kind(error: Exception) -> str:
     return "failed"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", type=int, metavar="N", help="run at most N tests of each file")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    sample: int | None = config.getoption("sample")
-    if sample is not None:
-        files: dict[Path, list[pytest.Item]] = {}
-        for item in items:
-            files.setdefault(item.path, []).append(item)
-        chosen = {item for tests in files.values() for item in random.Random(0).sample(tests, min(sample, len(tests)))}
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+def _forked() -> Any:
+    """The plugin beside this file; under this name, since ``tests`` is FlashInfer's package here."""
+    return importlib.import_module("forked")
 
 
 def pytest_configure() -> None:
+    forked = _forked()
+    forked.started.append(_share)
+    forked.is_sound.append(_works)
     _prepare()
+
+
+def _pretend() -> None:
+    """Modules ask for the GPU at their import, and none may be touched before the processes are forked."""
+    import torch
+
+    of = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = functools.wraps(of)(lambda _device=None: (10, 0))
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is one
+
+
+def _share(count: int) -> None:
+    """Leaves the other processes their part of the GPU's memory, of which few tests need much."""
+    import torch
+
+    torch.cuda.get_device_capability = inspect.unwrap(torch.cuda.get_device_capability)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 2 / count))
+
+
+def _works() -> bool:
+    """Whether kernels still run, which is over after a fault, and random numbers, which a failed capture ends."""
+    import torch
+
+    try:
+        torch.cuda.empty_cache()
+        torch.randn(1, device="cuda").item()
+    except RuntimeError:
+        return False
+    return True
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -211,8 +234,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         result = yield
         outcome = "passed" if _is_served else "elsewhere"
         return result
-    except pytest.skip.Exception:
-        outcome = "elsewhere"
+    except pytest.skip.Exception as error:
+        outcome = "no memory" if "due to OOM" in str(error) else "elsewhere"  # FlashInfer's conftest.py says so
         raise
     except ArgumentError as error:
         outcome, reason = "refused", str(error)
@@ -226,37 +249,32 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         item.user_properties += [("outcome", outcome), ("reason", reason)]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The counts by file, and why calls were refused."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The counts by file, and why calls were refused, tests left out, and tests failed."""
     counts: dict[str, Counter[str]] = {}
-    reasons: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            properties = dict(getattr(report, "user_properties", ()))
-            if getattr(report, "when", "") == "call" and "outcome" in properties:
-                file = report.nodeid.split("::")[0].removeprefix("tests/")
-                counts.setdefault(file, Counter())[properties["outcome"]] += 1
-                if properties["reason"]:
-                    reasons[properties["reason"]] += 1
+    reasons: Counter[tuple[str, str]] = Counter()
+    for line in _forked().read(config.option.results).values():
+        counts.setdefault(line["id"].partition("::")[0].removeprefix("tests/"), Counter())[line["outcome"]] += 1
+        reasons[line["outcome"], line["reason"]] += bool(line["reason"])
     terminalreporter.section("FlashInfer's tests with jitfp4")
     terminalreporter.line(f"{'file':<48}" + "".join(f"{name:>12}" for name in OUTCOMES))
     total = sum(counts.values(), Counter())
     for file, found in [*sorted(counts.items()), ("all", total)]:
         terminalreporter.line(f"{file:<48}" + "".join(f"{found[name]:>12}" for name in OUTCOMES))
-    for reason, number in reasons.most_common():
-        terminalreporter.line(f"refused {number:>5}: {reason}")
+    for (outcome, reason), number in reasons.most_common():
+        terminalreporter.line(f"{outcome} {number:>5}: {reason}")
 
 
 def main(checkout: Path, arguments: list[str]) -> int:
     """Run the tests of ``FILES``, or those that ``arguments`` name."""
     here, root = Path(__file__).resolve().parent, checkout.resolve()
     sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != here)]
-    sys.path.append(str(here))  # after the checkout: workers of pytest-xdist import this file by its name
+    sys.path.append(str(here))  # after the checkout: pytest imports this file and forked.py by their names
+    _pretend()
+    options = ["-p", "forked", "-p", "acceptance", "--import-mode=importlib", "--capture=no", "-q"]
     named = any(".py" in argument for argument in arguments)
     files = [] if named else [str(root / "tests" / file) for file in FILES if (root / "tests" / file).exists()]
-    return int(
-        pytest.main(["-p", "acceptance", "--import-mode=importlib", f"--rootdir={root}", "-q", *files, *arguments])
-    )
+    return int(pytest.main([*options, f"--rootdir={root}", *files, *arguments]))
 
 
 if __name__ == "__main__":

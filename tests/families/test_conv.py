@@ -138,6 +138,16 @@ def test_several_tokens_of_each(device: str, tokens: int, activation: Any) -> No
     assert_convolved(given, out.transpose(1, 2).reshape(-1, 24).cpu(), states.cpu(), silu=bool(activation))
 
 
+def test_tokens_without_a_slot(device: str) -> None:
+    given = make_sequences([1] * 5, 24)
+    given.slots[:4] = torch.tensor([-1, 99, 0, 1 << 30], dtype=torch.int32)
+    g = given.to(device)
+    states, x = g.states.clone(), g.x.clone()
+    causal_conv1d_update(x, states, g.weight, g.bias, "silu", g.slots)
+    assert_convolved(given, x.cpu(), states.cpu())
+    assert torch.equal(x[:4], g.x[:4])
+
+
 def test_rows_apart(device: str) -> None:
     given = make_sequences([1] * 4, 24)
     g = given.to(device)

@@ -108,6 +108,7 @@ CASES = (  # and SMs, filled rows, m, n, k
     (MaskedTactic(64, 1, 2, cluster_m=2, cluster_n=2), 4, [300, 0, 129], 300, 200, 320, NVFP4, BF16),
     (MaskedTactic(64, 2, 2, swap_ab=True, cluster_m=2), 4, [40, 0, 64], 100, 296, 576, MXFP4, BF16),
     (MaskedTactic(64, 2, 2, cluster_n=2), 4, [0, 0], 200, 136, 320, NVFP4, BF16),
+    (MaskedTactic(8, 1, 3, swap_ab=True), 2, [2], 3, 136, 64, NVFP4, BF16),
 )
 
 

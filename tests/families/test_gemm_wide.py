@@ -150,6 +150,8 @@ def test_why_a_tactic_is_rejected() -> None:
         ("cluster", WideTactic(16, 2, cluster=4)),
         ("cluster", WideTactic(64, 2, split=4, cluster=4)),
         ("ctas", WideTactic(64, 2, ctas=3)),
+        ("ctas", WideTactic(64, 2, cluster=2, ctas=2, common=True)),  # with a slot for each turn it would never end
+        ("ctas", WideTactic(64, 1, depth=4, ctas=2)),
         ("common", WideTactic(64, 2, common=True)),
         ("split", WideTactic(64, 2, split=9)),
         ("split", WideTactic(64, 2, split=2, divided=True)),

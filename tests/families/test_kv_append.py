@@ -27,6 +27,7 @@ append_by_position = nvfp4_quantize_append_paged_kv_cache
 
 SCALES = (0.013, 0.4)
 LAYOUTS = ["NHD", "HND"]
+I32, I64 = torch.int32, torch.int64
 
 
 def tokens(n: int, heads: int, d: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -116,9 +117,7 @@ def test_views_of_a_packed_projection(device: str) -> None:
     assert_same_memory(cache, want)
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32)], ids=str
-)
+@pytest.mark.parametrize("dtypes", [(I32, I64, I64, I32, I64), (I64, I32, I32, I64, I32)], ids=str)
 def test_positions(dtypes: tuple[torch.dtype, ...], device: str) -> None:
     """Three requests, one of them without pages; a request, a position and a page that are negative."""
     k, v = tokens(8, 2, 64), tokens(8, 2, 64, 1)

@@ -70,7 +70,9 @@ def gated(m: int, n: int, k: int) -> None:
 
 
 def wide(tactic: WideTactic, m: int, n: int, k: int, call: Callable[[int, int, int], None] | None = None) -> None:
-    with _few_slots(wide_kernel), MM_BF16_FP4.forced(tactic):
+    """Rings of two slots for each warpgroup of a row of tiles, so that it goes around them more than once."""
+    turns = 2 if tactic.common else tactic.depth
+    with _few_slots(wide_kernel, 2 * turns), MM_BF16_FP4.forced(tactic):
         (call or partial(assert_product, plain=True))(m, n, k)
 
 
@@ -92,10 +94,10 @@ def expanded_fp8(tactic: ExpandedTactic, m: int, n: int, k: int) -> None:
 
 
 @contextmanager
-def _few_slots(kernel: ModuleType) -> Iterator[None]:
+def _few_slots(kernel: ModuleType, slots: int = 4) -> Iterator[None]:
     """Two SMs, and rings of so few slots that each is filled again."""
     engine.reset()  # no kernel with more slots
-    with few_sms(), mock.patch.object(kernel, "_MOST_SLOTS", 4):
+    with few_sms(), mock.patch.object(kernel, "_MOST_SLOTS", slots):
         yield
     engine.reset()
 

@@ -57,7 +57,8 @@ from tests.mutants.runs import (
     short_rows,
 )
 
-_INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32))
+_I32, _I64 = torch.int32, torch.int64
+_INDICES = ((_I32, _I64, _I64, _I32, _I64), (_I64, _I32, _I32, _I64, _I32))
 _CUTS = (WalkTactic(16, 2, 2, bulk_stores=True), WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True))
 CHECKS: dict[str, Subject] = {
     "norm, one warp": Subject("norm_rmsnorm_fp4quant", (*norm_rows(Tactic(3, 1), 1104), full_rows(Tactic(3, 1), 1536))),
@@ -175,6 +176,7 @@ CHECKS: dict[str, Subject] = {
         (
             on(lambda device: conv.test_a_token_of_each(device, BF16, 4, 72, False)),
             on(conv.test_rows_apart),
+            on(conv.test_tokens_without_a_slot),
             on(lambda device: conv.test_several_tokens_of_each(device, 3, True)),
             on(lambda device: conv.test_drafted_tokens(device, True, False)),
         ),

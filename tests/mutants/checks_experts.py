@@ -7,6 +7,7 @@ import torch
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.stream import StreamTactic
+from jitfp4.families.experts.kernels.topk import TopkTactic
 from jitfp4.families.experts.kernels.wide import WideTactic
 from tests.families import test_experts_route as route
 from tests.families import test_experts_router as router
@@ -42,6 +43,10 @@ CHECKS_EXPERTS: dict[str, Subject] = {
             on(lambda device: router.test_routers_of_models(device, "deepseek-v3", torch.float32)),
             on(router.test_large_logits),
             on(router.test_of_equal_ones_the_lower_number_is_taken),
+            *(
+                on(lambda device, t=t: router.test_any_number_of_tokens(device, 33, t))
+                for t in (TopkTactic(1), TopkTactic(4), TopkTactic(8))
+            ),
         ),
     ),
     "experts, list": Subject("experts_route", (on(_assignments),)),

@@ -101,7 +101,12 @@ CHECKS_GEMM: dict[str, Subject] = {
         "gemm_blockscaled_masked", (lambda arch: fp4_masked.test_products(*fp4_masked.CASES[5], arch),), ("sm_100a",)
     ),
     "mm_fp4, masked rows": Subject(
-        "gemm_blockscaled_masked", (lambda arch: fp4_masked.test_products(*fp4_masked.CASES[1], arch),), ("sm_100a",)
+        "gemm_blockscaled_masked",
+        (
+            lambda arch: fp4_masked.test_products(*fp4_masked.CASES[1], arch),
+            lambda arch: fp4_masked.test_products(*fp4_masked.CASES[13], arch),  # a batch of one
+        ),
+        ("sm_100a",),
     ),
     "mm_fp4, portable masked": Subject(
         "gemm_portable_masked", (lambda _: fp4_masked.test_portable_products(*fp4_masked.PORTABLE[1]),), ("sm_90a",)

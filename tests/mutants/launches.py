@@ -138,7 +138,7 @@ KERNELS: dict[str, Launch] = {
     "gemm, narrow split": Launch(
         "gemm_narrow", lambda: gemm.narrow(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), 13, 72, 1056)
     ),
-    "gemm, wide split": Launch("gemm_wide", lambda: gemm.wide(WideTactic(32, 2, 2, 2), 20, 128, 1536), HOPPER),
+    "gemm, wide split": Launch("gemm_wide", lambda: gemm.wide(WideTactic(32, 2, 2, 2), 20, 128, 1792), HOPPER),
     "gemm, wide divided": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 2, divided=True), 70, 136, 416), HOPPER),
     "gemm, wide cluster": Launch("gemm_wide", lambda: gemm.wide(WideTactic(64, 2, cluster=2), 70, 136, 416), HOPPER),
     "gemm, wide common": Launch(
@@ -151,7 +151,7 @@ KERNELS: dict[str, Launch] = {
         "gemm_wide", lambda: gemm.wide(WideTactic(64, 2, divided=True), 70, 136, 416, gemm.residual), HOPPER
     ),
     "gemm, wide gates": Launch(
-        "gemm_wide", lambda: gemm.wide(WideTactic(32, 2, 2, 2), 20, 128, 1536, gemm.gated), HOPPER
+        "gemm_wide", lambda: gemm.wide(WideTactic(32, 2, 2, 2), 20, 128, 1792, gemm.gated), HOPPER
     ),
     "wgmma tile": Launch(None, lambda: gemm.tile("sm_90a"), HOPPER),
     "tcgen05 tile": Launch(None, lambda: gemm.tile("sm_100a"), BLACKWELL),

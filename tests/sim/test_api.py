@@ -84,6 +84,9 @@ def test_a_program_that_does_not_end_is_an_error() -> None:
         (["text", 0], ArgumentTypeError, r"args\[0\]: got str"),
         ([np.zeros(4, np.float32)[::-1], 0], ArgumentError, "without negative strides"),
         ([np.zeros(4, np.float32)], ArgumentError, "2 arguments"),
+        ([np.zeros(4, np.float32), 1 << 32], ArgumentError, r"args\[1\]: got 4294967296; allowed: a number of 4 bytes"),
+        ([np.zeros(4, np.float32), np.int64(-(1 << 31) - 1)], ArgumentError, r"args\[1\]"),
+        ([np.zeros(4, np.float32), 1e39], ArgumentError, r"args\[1\]: got 1e\+39"),
     ],
 )
 def test_arguments_that_cannot_be_passed(args: list[object], error: type[Exception], message: str) -> None:

@@ -100,7 +100,7 @@ SMALL = """.version 8.0
 NO_ARGUMENTS = (
     *("i8[40]=300", "u8[4]=-1", "i32[4]=99999999999999999999", "f32[99999999999999]", "u32[3]=4294967296"),
     *(f"f32[{','.join('4' * 34)}]", f"f32[{'9' * 4000}]", "9" * 5000, "f32[4]=x", "0x", "cut.npy", "empty.npy"),
-    *("objects.npy", "missing.npy", ".npy"),
+    *("objects.npy", "missing.npy", ".npy", "f32[4]=1e99", "f16[4]=7e4", str(1 << 64)),
 )
 NO_PTX: dict[str, tuple[str, str]] = {
     "no ret": (" ret;", ""),

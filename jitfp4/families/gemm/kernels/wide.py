@@ -133,6 +133,8 @@ class WideSpec(KernelSpec):
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
+        if not self._slot_counts:
+            raise ArgumentError("ctas", self.ctas, "1, for so large a tile: two slots for each turn have to fit")
 
     @property
     def teams(self) -> int:
@@ -169,10 +171,7 @@ class WideSpec(KernelSpec):
     @property
     def slots(self) -> int:
         """Half steps of x in flight, or whole ones: as many as fit in shared memory."""
-        turns = 2 if self.common else self.depth  # each warpgroup with the same rows has its own
-        counts = range(max(2, turns), _MOST_SLOTS + 1, turns)
-        room = (_SHARED_BYTES + CTA_RESERVE) // self.ctas - CTA_RESERVE
-        return max(slots for slots in counts if self._bytes(slots) <= room)
+        return self._slot_counts[-1]
 
     @property
     def weight_slots(self) -> int:
@@ -197,6 +196,13 @@ class WideSpec(KernelSpec):
     def workspace_bytes(self, ctas: int) -> int:
         """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
         return self.words_bytes + ctas * self._sums if self.divided else 0
+
+    @property
+    def _slot_counts(self) -> list[int]:
+        """How many slots fit. Each warpgroup with the same rows has its own, and frees one after it began another."""
+        turns = 2 if self.common else self.depth
+        room = (_SHARED_BYTES + CTA_RESERVE) // self.ctas - CTA_RESERVE
+        return [slots for slots in range(2 * turns, _MOST_SLOTS + 1, turns) if self._bytes(slots) <= room]
 
     def _weight_slots(self, slots: int) -> int:
         return slots if self.whole else slots // 2 + max(1, self.depth // 2)
