@@ -175,6 +175,8 @@ def _kind(error: Exception) -> str:
     """The outcome of a test that ended with ``error``."""
     if any("flashinfer/jit/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
         return "own kernel"
+    if "CuTe-DSL cannot target" in str(error):
+        return "own kernel"
     if isinstance(error, AssertionError) and os.environ.get("FLASHINFER_NVFP4_4OVER6") == "1":
         return "environment"
     if isinstance(error, AssertionError) and "Regex pattern did not match" in str(error):
@@ -208,6 +210,8 @@ def _share(count: int) -> None:
     import torch
 
     torch.cuda.get_device_capability = inspect.unwrap(torch.cuda.get_device_capability)
+    # One of the modules sets this at its import. Without the caching allocator no allocation can be captured.
+    os.environ.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)
     torch.cuda.set_per_process_memory_fraction(min(1.0, 2 / count))
 
 
@@ -225,10 +229,13 @@ def _works() -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    import torch
+
     from jitfp4.errors import ArgumentError
 
     global _is_served
     _is_served = False
+    torch.set_default_device(None)  # that of a test before, which was of another file
     outcome, reason = "failed", ""
     try:
         result = yield

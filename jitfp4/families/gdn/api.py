@@ -66,7 +66,7 @@ def gated_delta_rule_mtp(
         use_qk_l2norm: divide q and k by their l2 norms.
         output_state_indices: [B] int32 or int64, the slot that receives the final state; with a negative slot, the
             state is not stored. None means initial_state_indices. With ssm_state_indices there is no final write, so
-            these slots are not written, as in FlashInfer.
+            these slots are not written. (FlashInfer writes them where they are other than initial_state_indices.)
         cache_replayssm, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta: not supported; False and None.
             FlashInfer has them for data-center Blackwell only. Keep states with intermediate_states_buffer instead.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
