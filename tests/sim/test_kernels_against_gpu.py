@@ -156,6 +156,9 @@ class Skipped:
     def run(self) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
