@@ -83,7 +83,7 @@ def test_the_reference_is_attention(name: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulated_kernel_is_attention(name: str) -> None:
     case = Case(**CASES[name])
@@ -93,6 +93,7 @@ def test_the_simulated_kernel_is_attention(name: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("name", ["hnd", "page_8_interleaved", "cache_bf16", "cache_e4m3", "d_80", "cache_bf16_d_112"])
 def test_no_races(name: str, arch: str) -> None:
@@ -129,6 +130,7 @@ def test_kernels_of_any_size_share_a_workspace() -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_parts_of_many_ctas_are_added_up(head_dim: int) -> None:
     """Ten of each item, more than are read at a time, and of fewer dimensions than a warp reads at once, or more."""
@@ -152,7 +154,7 @@ CLUSTERS = (DecodeTactic(2, 2, 1, cluster=2), DecodeTactic(1, 3, 1, cluster=8), 
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("tactic", CLUSTERS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_cluster_takes_an_item(name: str, tactic: DecodeTactic) -> None:
@@ -163,6 +165,7 @@ def test_a_cluster_takes_an_item(name: str, tactic: DecodeTactic) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("options", [{}, {"q_lens": 8, "group": 16}, {"q_lens": (3, 0, 5, 1), "window_left": 20}])
 def test_the_parts_of_a_cluster_are_added_up(arch: str, options: dict[str, object]) -> None:

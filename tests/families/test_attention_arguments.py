@@ -222,6 +222,7 @@ def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
     assert not (other == 0x7F).all() and (workspace == 0x7F).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("cache", [torch.uint8, torch.bfloat16])
 def test_what_is_not_divided_depends_on_no_other_request(cache: torch.dtype, prefill: bool) -> None:

@@ -104,6 +104,7 @@ def test_a_value_makes_its_own_dimension_nan() -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_nan_goes_where_the_reference_has_it(name: str, whole: bool) -> None:
     for what in some(3, SPOILED, whole=whole, name=lambda what: f"{name} {what}"):

@@ -71,6 +71,7 @@ def test_the_reference_caps(name: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulated_kernel_caps(name: str) -> None:
     tactic, fields = CASES[name]

@@ -249,6 +249,7 @@ FEW: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FEW)
 def test_no_bit_depends_on_who_takes_a_part_or_comes_last(name: str) -> None:
     few = dataclasses.replace(SM_90A, num_sms=8 if "long" in name else FEW[name][0].ctas)
@@ -298,7 +299,7 @@ PROBLEMS = [problem(cache, head_dim=head_dim) for cache in CacheFormat for head_
 
 
 @pytest.mark.compile
-@pytest.mark.one_in(40)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize(
     ("asked", "tactic"),
     [(one, cut) for one in PROBLEMS for cut in CUTS if rejects(one, cut, SM_90A) is None],

@@ -58,6 +58,7 @@ def test_the_reference_is_the_layer_in_float64(block_format: BlockFormat, order:
     assert (out.double() - want).norm() < 2.0**-8 * want.norm()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_format", BlockFormat)
 @pytest.mark.parametrize(("order", "activation"), ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -69,6 +70,7 @@ def test_every_format_and_activation(
     assert_layer(layer, x, ids, weights, activation=activation)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tokens", "slots", "experts"), [(1, 1, 1), (1, 8, 16), (3, 4, 40), (20, 4, 8), (9, 32, 32)])
 @pytest.mark.parametrize("item_rows", [0, 8])
 def test_numbers_of_tokens_slots_and_experts(
@@ -206,7 +208,7 @@ SIMULATED = (
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("tactic", SIMULATED, ids=str)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str, whole: bool) -> None:
@@ -270,6 +272,7 @@ def test_dependent_launches(item_rows: int, seed: int | None) -> None:
         fp4_experts(once, layer, ids, weights)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=SIM), pytest.param("sm_120a", marks=SIM)])
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_other_architectures(arch: str, block_format: BlockFormat) -> None:

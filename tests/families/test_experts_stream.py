@@ -34,7 +34,7 @@ def few_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.usefixtures("few_ctas")
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tactic", SIMULATED, ids=str)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_every_cut_without_a_race(tactic: StreamTactic, arch: str) -> None:
@@ -49,6 +49,7 @@ def test_every_cut_without_a_race(tactic: StreamTactic, arch: str) -> None:
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.usefixtures("few_ctas")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("order", "activation"), [("interleaved", "swigluoai"), (None, "relu2")])
 @pytest.mark.parametrize(("dtype", "block_format"), [(BF16, MXFP4), (F16, NVFP4)])
 def test_formats_and_weights_on_the_input(
@@ -79,6 +80,7 @@ def test_routings_without_a_race() -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", [None, 3])
 def test_dependent_launches(seed: int | None) -> None:
     """Two layers behind each other: nothing is touched too early, not even what lies before the kernel ahead."""

@@ -111,6 +111,7 @@ K96_CASES = (
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tactic", "sms", "m", "n", "k", "block_format", "dtype"), K64_CASES + K96_CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("", marks=SIM)])
 def test_products(
@@ -124,7 +125,7 @@ def test_products(
 SHAPES = [(ctas, m, n) for ctas, m, n in product((1, 2), (1, 2, 4), (1, 2, 4)) if m * n > 1 and ctas * m <= 4]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("ctas", "cluster_m", "cluster_n"), SHAPES)
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=SIM) for arch in ("sm_100a", "sm_103a")])
 def test_clusters(ctas: int, cluster_m: int, cluster_n: int, arch: str) -> None:
@@ -151,6 +152,7 @@ SHARED_CASES = (  # and SMs: what else the CTAs of a cluster share, in other com
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tactic", "sms", "m", "n", "k", "block_format", "dtype"), SHARED_CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("", marks=SIM)])
 def test_clusters_of_other_tactics(
@@ -160,6 +162,7 @@ def test_clusters_of_other_tactics(
     assert_product(tactic, replace(on, num_sms=sms), m, n, k, block_format, dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [SHARED_CASES[0], SHARED_CASES[5], SHARED_CASES[-1]], ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_103a", marks=SIM)])
 def test_the_order_in_which_warps_run_changes_nothing(case: tuple[Any, ...], arch: str) -> None:

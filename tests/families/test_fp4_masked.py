@@ -112,6 +112,7 @@ CASES = (  # and SMs, filled rows, m, n, k
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tactic", "sms", "filled", "m", "n", "k", "block_format", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_100a", marks=SIM)])
 def test_products(

@@ -315,6 +315,7 @@ def test_machine_code_converts_and_loads_as_the_architecture_can(arch: str) -> N
 # ---- the TMA kernel --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("arch", TMA_DEVICES)

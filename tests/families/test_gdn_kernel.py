@@ -190,6 +190,7 @@ def check_kernel(
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -139,6 +139,7 @@ def test_lengths(device: str, lengths: tuple[int, ...]) -> None:
     check(case(lengths), device)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("heads", "dims", "dtype", "state_dtype"),
     [
@@ -156,6 +157,7 @@ def test_heads_and_dtypes(
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tactic", [*WGMMA_TACTICS, *TACTICS], ids=str)
 @pytest.mark.parametrize("name", SIM_ARCHS)
 def test_every_tactic_has_no_race(name: str, tactic: PrefillTactic | WgmmaTactic) -> None:
@@ -214,6 +216,7 @@ def adversarial(kind: str) -> Case:
     return given
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["no decay", "forgetting", "beta 0 and 1", "repeated keys", "opposite keys"])
 def test_adversarial_values(device: str, kind: str) -> None:
     check(adversarial(kind), device)
@@ -229,6 +232,7 @@ OF_FUSED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OF_FUSED)
 @pytest.mark.parametrize("where", [pytest.param("sm_90a", marks=SIM), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_products_made_in_the_kernel(where: str, name: str) -> None:

@@ -114,6 +114,7 @@ SIMULATED = (
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tactic", SIMULATED, ids=str)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
@@ -167,6 +168,7 @@ def test_bad_arguments_are_named() -> None:
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_architecture_has_a_tactic(name: str) -> None:
     arch = Arch.of(name)

@@ -68,6 +68,7 @@ def check_residual(m: int, n: int, dtype: torch.dtype = BF16, device: str = "cpu
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_format", BlockFormat)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("m", [1, 5])
@@ -148,7 +149,7 @@ WIDE = (
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tactic", [*NARROW, *WIDE], ids=str)
 def test_without_a_race(tactic: NarrowTactic | WideTactic) -> None:
     m = max(tactic.tile_m // 2 + 6, 3)
@@ -173,6 +174,7 @@ ONE_ROW = (
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tactic", ONE_ROW, ids=str)
 def test_room_for_few_rows(tactic: NarrowTactic) -> None:
     """More chunks than there is room for, of the weight and of x."""

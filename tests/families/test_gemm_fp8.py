@@ -128,6 +128,7 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
 Tactic = Fp8Tactic | ExpandedTactic
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tactic", "m", "n", "k", "block_format"), CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_cuts(tactic: Tactic, m: int, n: int, k: int, block_format: BlockFormat, arch: str) -> None:
@@ -187,6 +188,7 @@ RACED = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tactic", RACED, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_without_a_race(tactic: Tactic, arch: str) -> None:

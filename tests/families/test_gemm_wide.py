@@ -51,6 +51,7 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tactic", "m", "n", "k", "block_format", "dtype", "out_dtype"), CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_cuts_formats_and_dtypes(
@@ -79,6 +80,7 @@ RACED = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tactic", RACED, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_without_a_race(tactic: WideTactic, arch: str) -> None:

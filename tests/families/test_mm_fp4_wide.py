@@ -72,6 +72,7 @@ CASES = (  # with rows and columns that are no whole tiles, at other places of a
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tactic", "m", "n", "k", "block_format", "layout", "dtype"), CASES, ids=str)
 def test_cuts_formats_and_layouts(
     tactic: WideTactic,

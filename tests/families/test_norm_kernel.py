@@ -86,6 +86,7 @@ SIM_SHAPES = [(7, 64), (3, 80), (2, 1040), (131, 128), (2, 4160)]
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize(("block", "scale_format"), FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,6 +101,7 @@ def test_simulated_kernel(arch: str, dtype: torch.dtype, block: int, scale_forma
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("tactic", "h"),
     [

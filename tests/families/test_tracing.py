@@ -174,7 +174,7 @@ NOT_TRACED = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", sorted(good_calls().keys() - NOT_TRACED))
 def test_every_function_is_traced_in_one_piece(name: str, dynamic: bool | None) -> None:

@@ -26,6 +26,7 @@ def text_of(kernel: AnyKernel, arch: str = "sm_90a") -> str:
     return kernel.render(next(iter(kernel.specs(ARCHS[arch]))), ARCHS[arch])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
 def test_generated_files_stand_alone_and_name_nothing_of_this_machine(kernel: AnyKernel) -> None:
     for arch in ARCHS.values():
