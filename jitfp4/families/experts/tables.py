@@ -72,7 +72,7 @@ ROUTE_TABLE = Table(
 )
 
 # experts_search_few, experts_search_many: as many bytes in flight as an SM needs, in many small CTAs. Rows by
-# tiles_per_sm follow from a later search, of 1, 2 and 4 tokens with warm replays, which has no record yet
+# tiles_per_sm follow experts_search_warm, of 1, 2 and 4 tokens with warm replays
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
 _UP: tuple[Row[Any], ...] = (
     *rows(
