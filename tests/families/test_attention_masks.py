@@ -126,7 +126,7 @@ def test_the_reference_takes_trees_and_whole_masks(sizes: dict[str, Any], cache:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("cluster", [0, 2])
 def test_few_rows(cache: str, cluster: int) -> None:

@@ -61,6 +61,7 @@ def _run(name: str, case: Case, space: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_content_of_the_workspace_changes_a_bit(name: str, whole: bool) -> None:
     case = Case(**CALLS[name][2])

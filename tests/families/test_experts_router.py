@@ -20,6 +20,7 @@ SIM = [pytest.mark.sim, pytest.mark.compile]
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_routers_of_models(device: str, name: str, dtype: torch.dtype) -> None:
@@ -209,6 +210,7 @@ def test_no_race(name: str, arch: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tokens", [4, 20])
 @pytest.mark.parametrize("seed", [None, 5])
 def test_before_a_layer_by_dependent_launch(tokens: int, seed: int | None) -> None:

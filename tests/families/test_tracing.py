@@ -115,6 +115,7 @@ def copies(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", ["the first", "all"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_size_that_nobody_knows(name: str, which: str) -> None:
@@ -147,6 +148,7 @@ BY_TOKEN = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", ["the first", "all"])
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_a_number_of_tokens_that_nobody_knows(name: str, which: str) -> None:

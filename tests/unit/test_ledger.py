@@ -66,7 +66,7 @@ _SPILLED = {
     # A decode step: values of the loop over layers around attention, once for a layer.
     ("step/decode",): 21,
 }
-_SAMPLE = 5000  # instructions of the builds of a kernel that are compiled
+_SAMPLE = 2500  # instructions of the builds of a kernel that are compiled
 
 
 def allowed(kernel: AnyKernel, build: str) -> int:
