@@ -307,7 +307,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     [
         (GATED_DELTA_RULE, delta_rule_cases, 90, 1.07),
         (CONV, conv_cases, 9, 1.06),
-        (MM_BF16_FP4, gemm_cases, 100, 1.07),
+        (MM_BF16_FP4, gemm_cases, 106, 1.07),
         (MM_BF16_FP4, step_cases, 12, 1.02),
         (MM_FP4, fp4_cases, 108, 1.10),
         (MM_FP8_FP4, fp8_cases, 48, 1.10),
