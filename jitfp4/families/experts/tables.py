@@ -72,7 +72,8 @@ ROUTE_TABLE = Table(
 )
 
 # experts_search_few, experts_search_many: as many bytes in flight as an SM needs, in many small CTAs. Rows by
-# tiles_per_sm follow experts_search_warm, of 1, 2 and 4 tokens with warm replays
+# tiles_per_sm follow a search like experts_search_warm, of 1, 2 and 4 tokens with warm replays, before it: there
+# DeepSeek-V3's sizes have faster pairs for 1 and 2 tokens, which the rows do not take yet
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
 _UP: tuple[Row[Any], ...] = (
     *rows(
