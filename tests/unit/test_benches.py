@@ -140,12 +140,12 @@ def test_pictures_are_drawn_from_the_committed_results(tmp_path: Path) -> None:
 
 
 def test_the_table_of_decode_steps_is_that_of_the_records() -> None:
-    plots, folder = load("plots"), RESULTS / "h200"
+    models, folder = load("plots_models"), RESULTS / "h200"
     text = (RESULTS.parents[1] / "docs/benchmarks.md").read_text()
     lines = [line.strip("| ").split(" | ")[1:] for line in text.splitlines() if re.match(r"\| (8B|70B/4), \d", line)]
-    before, after = plots.rows(folder, "step_before"), plots.steps(folder)
+    before, after = models.rows(folder, "step_before"), models.steps(folder)
     for line, row in zip(lines, before, strict=True):
-        now = plots.best_step(after, row)
+        now = models.best_step(after, row)
         recorded = [
             row["bf16_ms"],
             row["weights_ms"],
