@@ -121,8 +121,9 @@ def test_pool_with_holes_and_a_skipped_request(index_dtype: torch.dtype) -> None
     check_pool("cpu", index_dtype)
 
 
-def test_other_writes() -> None:
-    check_other_writes("cpu")
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_other_writes(state_dtype: torch.dtype) -> None:
+    check_other_writes("cpu", state_dtype)
 
 
 POOL = 4
@@ -207,15 +208,18 @@ def test_both_orders_of_the_state_agree(head_dim: int, value_dim: int) -> None:
     check_both_orders(head_dim, value_dim)
 
 
-def test_slots_of_steps_replace_the_final_write() -> None:
-    """As in FlashInfer, which takes both lists and writes those of the steps."""
+def test_slots_of_steps_leave_the_final_write_where_slots_of_its_own_are_given() -> None:
+    """As FlashInfer's kernels of bf16 states have it: one list given twice is no list of its own."""
     given = case(2, 3, pool=8)
     slots, targets = torch.tensor([[2, 3, 4], [5, -1, 6]]), torch.tensor([7, 0])
     want_out, want = gated_delta_rule_mtp(**moved(given, "cpu"), ssm_state_indices=slots)
+    same = moved(given, "cpu")
+    gated_delta_rule_mtp(**same, ssm_state_indices=slots, output_state_indices=same["initial_state_indices"])
+    assert_same_bytes("pool, one list", same["initial_state"], want)
     out, pool = gated_delta_rule_mtp(**moved(given, "cpu"), ssm_state_indices=slots, output_state_indices=targets)
     assert_same_bytes("output", out, want_out)
-    assert_same_bytes("pool", pool, want)
-    assert_same_bytes("final slots", pool[targets], given["initial_state"][targets])
+    assert_same_bytes("final slots", pool[targets], pool[slots[:, -1]])
+    assert_same_bytes("other slots", pool[1:7], want[1:7])
 
 
 def test_drafts_on_states_of_their_own_keep_every_state() -> None:
