@@ -179,6 +179,32 @@ def test_a_slot_outside_the_pool_touches_nothing(name: str, tokens: int, place: 
     assert want_out[0].any() == (name != "initial_state_indices")
 
 
+@pytest.mark.parametrize(
+    "place", ["cpu", pytest.param("sm_90a", marks=SIM), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_without_a_slot_nothing_is_written_but_zeroes(state_dtype: torch.dtype, place: str) -> None:
+    """Neither slot 0 nor what lies before the pool, in both functions and into outputs of every dtype. FlashInfer's
+    kernels of bf16 states would use slot 0, and gated_delta_rule_mtp() there leaves rows of an output alone.
+    """
+    device = "cuda" if place == "cuda" else "cpu"
+    given = moved(case(3, 1, head_dim=128, state_dtype=state_dtype, pool=4), device)
+    given["initial_state_indices"] = torch.tensor([2, -1, -1], device=device)
+    memory = torch.cat([given["initial_state"][:1] * 0 + 7, given["initial_state"]])
+    alone = {name: x[:1] if name in "qkvab" else x for name, x in moved(given, device).items()}
+    alone["initial_state_indices"] = given["initial_state_indices"][:1]
+    with sim.device(place) if place.startswith("sm_") else nullcontext():
+        want, _ = gated_delta_rule_mtp(**alone)
+        for function, state in ((gated_delta_rule_mtp, {}), (gated_delta_rule_decode_pretranspose, {"state": None})):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                whole, output = memory.clone(), poisoned((3, 1, 2, 128), dtype, device)
+                out, pool = function(**(given | {"initial_state": whole[1:]}), **state, output=output)
+                assert out is output and not output[1:].any()
+                assert_same_bytes("output", output[:1], want.to(dtype))
+                assert_same_bytes("state", pool[2], alone["initial_state"][2])
+                assert_same_bytes("other slots", whole[[0, 1, 2, 4]], memory[[0, 1, 2, 4]])
+
+
 def test_update_is_the_default() -> None:
     arguments = case(1, 1)
     before = arguments["initial_state"].clone()

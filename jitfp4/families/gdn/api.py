@@ -50,8 +50,10 @@ def gated_delta_rule_mtp(
             heads of a slot, may have any strides without overlap. Like every argument that is written, it shares no
             memory with another one.
         initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative slot is skipped:
-            its output is zero, and no state is read or written. In every list of slots, a slot beyond the pool is an
-            error on the CPU; on the GPU, where the host reads no values, it counts as negative.
+            its output is zero, also in an ``output`` that was given, and no state is read or written. (FlashInfer
+            leaves rows of a given ``output`` alone, and its kernels of bf16 states use slot 0 for such a request.) In
+            every list of slots, a slot beyond the pool is an error on the CPU; on the GPU, where the host reads no
+            values, it counts as negative.
         A_log: [HV] float32.
         a: [B, T, HV], q's dtype or float32, heads dense, the decay gate before its non-linearity.
         dt_bias: [HV] float32, bf16 or fp16.
