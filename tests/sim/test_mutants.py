@@ -70,6 +70,11 @@ def test_other_arithmetic_is_noticed(name: str, whole: bool) -> None:
                 assert verdict.how or trial.reason(verdict, known), f"survives: {verdict}"
 
 
+def test_every_survivor_is_judged() -> None:
+    assert {reason.split(":")[0] for reason in trial.known_survivors().values()} == {"equivalent", "gap"}
+    assert all(campaign.known_survivors().values())
+
+
 def test_every_synchronising_instruction_has_a_mutant() -> None:
     (one,) = record("quantize, tensor maps", "sm_90a")
     found, _ = campaign.candidates(one)
@@ -96,6 +101,7 @@ def test_what_only_computes_is_left_alone() -> None:
         ("div.u32 %r1, %r2, %r3", {"mul.lo.u32"}),
         ("selp.b32 %r1, %r2, %r3, %p1", {"selp.b32"}),
         ("mov.b32 %r1, 0f00000000", {"0.0 is 1.0"}),
+        ("mov.f32 %f1, 0fFF800000", {"-inf is inf", "-inf is 0.0"}),
         ("ld.global.u32 %r1, [%rd1+4]", set()),
         ("bar.sync 0", set()),
     ],
