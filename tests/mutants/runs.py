@@ -206,7 +206,7 @@ def decode(**cache: Any) -> tuple[Check, ...]:
     a largest element at each place of a query; a request that says to be longer than its row of the page table.
     """
     tactic = DecodeTactic(2, 2, 1)
-    ragged = {"lengths": (224, 20, 20, 20, 20), "q_lens": (2, 1, 1, 2, 1), "kv_heads": 1, "group": 4, "window_left": 100}
+    lengths, q_lens = (224, 20, 20, 20, 20), (2, 1, 1, 2, 1)
     apart = 128.0 if cache.get("cache") == BF16 else 8.0  # of logits whose references move
     return (
         attend(tactic, lengths=(70, 33), **cache),
@@ -214,7 +214,7 @@ def decode(**cache: Any) -> tuple[Check, ...]:
         attend(tactic, lengths=(40, 50, 2), q_lens=(3, 0, 2), group=4, window_left=20, **cache),
         attend(tactic, lengths=(170,), kv_heads=3, group=7, extra_page_bytes=64, **cache),
         attend(tactic, 5, lengths=(390, 20), kv_heads=1, steep=8.0, **cache),
-        attend(tactic, 1, **ragged | cache),
+        attend(tactic, 1, lengths=lengths, q_lens=q_lens, kv_heads=1, group=4, window_left=100, **cache),
         attend(tactic, 40, lengths=(2200,), kv_heads=1, group=3, **cache),
         attend(tactic, lengths=(32,) * 24, kv_heads=1, spikes=True, steep=apart, **cache),
         attend(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5, "steep": apart}),
