@@ -90,9 +90,9 @@ def test_the_readme_says_what_is_recorded() -> None:
     first, second = ({name: n for (kind, name), n in counts.items() if kind == wanted} for wanted in kinds)
     rest = second["mutants"] - second["noticed"] - second["equivalent"]
     said = (
-        f"Of {first['mutants']:,} of the first kind {first['noticed']:,} are noticed, and each of the others has its reason. "
-        f"Of {second['mutants']:,} of the second kind {second['noticed']:,} are noticed, {second['equivalent']} are judged "
-        f"equivalent, which makes {100 - 100 * rest / second['mutants']:.1f} %, and {rest} live in gaps of the tests"
+        f"Of {first['mutants']:,} of the first kind {first['noticed']:,} are noticed, and each of the others has its "
+        f"reason. Of {second['mutants']:,} of the second kind {second['noticed']:,} are noticed, {second['equivalent']} "
+        f"are judged equivalent, which makes {100 - 100 * rest / second['mutants']:.1f} %, and {rest} live in gaps of the tests"
     )
     assert said in " ".join(README.read_text().split())
 
