@@ -88,11 +88,12 @@ def test_the_readme_says_what_is_recorded() -> None:
                 counts[row["kind"], name] += int(row[name])
     kinds = "synchronisation", "arithmetic"
     first, second = ({name: n for (kind, name), n in counts.items() if kind == wanted} for wanted in kinds)
-    rest = second["mutants"] - second["noticed"] - second["equivalent"]
+    all_, seen, same = second["mutants"], second["noticed"], second["equivalent"]
+    rest = all_ - seen - same
     said = (
         f"Of {first['mutants']:,} of the first kind {first['noticed']:,} are noticed, and each of the others has its "
-        f"reason. Of {second['mutants']:,} of the second kind {second['noticed']:,} are noticed, {second['equivalent']} "
-        f"are judged equivalent, which makes {100 - 100 * rest / second['mutants']:.1f} %, and {rest} live in gaps of the tests"
+        f"reason. Of {all_:,} of the second kind {seen:,} are noticed, {same} are judged equivalent, which makes "
+        f"{100 - 100 * rest / all_:.1f} %, and {rest} live in gaps of the tests"
     )
     assert said in " ".join(README.read_text().split())
 
