@@ -117,7 +117,7 @@ def table(lines: Iterable[Line], reasons: Iterable[str]) -> list[dict[str, objec
         key = line["kind"], line["kernel"], line["arch"], line["instruction"], change
         total[key] += 1
         noticed[key] += bool(line["how"])
-        equivalent[key] += bool(why) and not why.startswith(("gap", "open"))
+        equivalent[key] += bool(why) and not why.startswith("gap")
     names = "kind", "kernel", "arch", "instruction", "change"
     return [
         {**dict(zip(names, key, strict=True)), "mutants": n, "noticed": noticed[key], "equivalent": equivalent[key]}

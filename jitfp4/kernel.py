@@ -94,7 +94,8 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
         return spec
 
     def check_spec(self, spec: KernelSpec) -> None:
-        """Check that tunable fields have values that some tactic has, and that other integers are sizes in a kernel.
+        """Check that tunable fields have values that some tactic has, that other integers are sizes in a kernel, and
+        that what follows from them can be computed.
 
         What comes from a file is checked, because a template or the compiler may never end with other values. Raises
         ArgumentError.
@@ -108,6 +109,12 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
             else:
                 continue
             raise ArgumentError("spec", f"{name}={value}"[:80], f"{allowed} in {self.name}")
+        for name in dir(self.spec):
+            if isinstance(getattr(self.spec, name), property):
+                try:
+                    getattr(spec, name)
+                except ArithmeticError as error:
+                    raise ArgumentError("spec", str(spec), f"sizes of which {name} follows: {error}") from None
 
     def render(self, spec: KernelSpec, arch: Arch) -> str:
         """The generated source of one specialisation."""

@@ -205,6 +205,17 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             raise UnsupportedArchError(f"{self.name} has no kernel for {arch.name}, but for {others}")
         raise ArgumentError("problem", problem, f"one that a row of {self.name}'s table fits on {arch.name}")
 
+    def check(self, problem: ProblemT, arch: Arch) -> None:
+        """Check that selection can compute with a problem that a person or a file named. Raises ArgumentError for one
+        that no call has, such as one of no KV heads.
+        """
+        try:
+            for row in table_for(self.tables, arch).rows:
+                row.of(problem, arch)
+            any(self.candidates(problem, arch))
+        except ArithmeticError as error:
+            raise ArgumentError("problem", problem, f"sizes that a call has ({error})") from None
+
     @contextmanager
     def forced(self, tactic: Any) -> Iterator[None]:
         """Calls inside the block use ``tactic``, for tests and measurements; a call that it cannot run is an error."""

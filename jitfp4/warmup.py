@@ -60,12 +60,17 @@ def plan(archs: Sequence[Arch], patterns: Sequence[str] = ()) -> tuple[Task, ...
 
 
 def tuned(file: TacticsFile) -> tuple[Task, ...]:
-    """The kernels that the choices of a tactics file need. Raises ArgumentError for one of another version."""
+    """The kernels that the choices of a tactics file need. Raises ArgumentError for one of another version, or with a
+    problem that its kernel cannot run.
+    """
     arch, tasks = Arch.of(file.arch), list[Task]()
     for choice in file.choices.values():
         (operation,) = operations(choice.operation)
         problem, tactic = operation.chosen(choice)
+        operation.check(problem, arch)
         kernel = lookup(choice.kernel)
+        if why := kernel.rejects(problem, tactic, arch):
+            raise ArgumentError("tactic", tactic, f"one that can run {problem} on {arch.name}: {why}")
         kernel.check_spec(spec := kernel.specialise(problem, tactic))
         tasks.append(Task(kernel, spec, arch))
     return tuple(dict.fromkeys(tasks))

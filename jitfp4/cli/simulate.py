@@ -45,7 +45,7 @@ def simulate(
     grid: Annotated[str, typer.Option(help="CTAs of the grid: X[,Y[,Z]].")] = "1",
     block: Annotated[str, typer.Option(help="Threads of a CTA: X[,Y[,Z]].")] = "32",
     cluster: Annotated[str, typer.Option(help="CTAs of a cluster: X[,Y[,Z]].")] = "1",
-    shared: Annotated[int, typer.Option(help="Dynamic shared memory in bytes.")] = 0,
+    shared: Annotated[int, typer.Option(min=0, help="Dynamic shared memory in bytes.")] = 0,
     entry: Annotated[str | None, typer.Option(help="Name of the kernel, where the file has several.")] = None,
     arch: Annotated[
         str | None,

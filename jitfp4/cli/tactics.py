@@ -88,6 +88,7 @@ def tactics(
     if not (typical := found.problems(target)):
         raise UnsupportedArchError(f"{operation} has no kernel for {target.name}")
     asked = _read_problem(typical[0], problem)
+    found.check(asked, target)
     _put_tactics(found, asked, target, _tuned(file), why, as_json)
 
 

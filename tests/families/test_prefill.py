@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_layout": "NHD",
         "missing": tuple((0, at % 2, at, -1) for at in range(1, 35, 3)),
     },
-    "scattered_bf16": SCATTERED | {"cache": torch.bfloat16},
+    "scattered_bf16": SCATTERED | {"cache": torch.bfloat16, "steep": 128.0},
     "scattered_e4m3": SCATTERED
     | {
         "cache": torch.float8_e4m3fn,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -87,7 +88,9 @@ def _operators(instr: Instr) -> Iterator[Instr]:
 
 
 def _constants(old: Imm) -> Iterator[Operand]:
-    """One more and one less; of a float the double, and its negative."""
+    """One more and one less; of a float the double, and its negative. What is not finite is doubled to a tiny number or
+    to 0.
+    """
     if old.bits is None:
         yield Imm(old.value + 1)
         yield Imm(old.value - 1)
@@ -96,5 +99,10 @@ def _constants(old: Imm) -> Iterator[Operand]:
     else:
         pattern, width = old.bits
         exponent = 1 << (23 if width == 32 else 52)
-        yield Imm(-old.value, (pattern ^ 1 << width - 1, width))
-        yield Imm(2 * old.value, ((pattern + exponent) % (1 << width), width))
+        yield _floating(pattern ^ 1 << width - 1, width)
+        yield _floating((pattern + exponent) % (1 << width), width)
+
+
+def _floating(pattern: int, width: int) -> Imm:
+    floating, whole = ("<f", "<I") if width == 32 else ("<d", "<Q")
+    return Imm(struct.unpack(floating, struct.pack(whole, pattern))[0], (pattern, width))

@@ -131,10 +131,10 @@ def kv_read(tactic: DequantizeTactic) -> None:
         jitfp4.nvfp4_kv_dequantize_paged(cache.codes, cache.sf, table, length, scale, scale, *outs, "HND")
 
 
-def attention_case(**options: Any) -> Case:
-    """A case with no more workspace than two SMs need."""
+def attention_case(*, sms: int = 2, **options: Any) -> Case:
+    """A case with no more workspace than so many SMs need."""
     made = Case(**options)
-    made.workspace = torch.zeros(1 << 17, dtype=torch.uint8)
+    made.workspace = torch.zeros(sms << 16, dtype=torch.uint8)
     return made
 
 

@@ -193,7 +193,7 @@ def prompts(tactic: PrefillTactic | WgmmaPrefillTactic, *lengths: int, head_dim:
 
 def attend(tactic: DecodeTactic, sms: int = 2, **options: Any) -> Check:
     def run(arch: str) -> None:
-        one = attention_case(**options)
+        one = attention_case(sms=sms, **options)
         with sim.device(replace(Arch.of(arch), num_sms=sms)), ATTENTION.forced(tactic):
             one.check(one.run(), attention._BOUND)
 
@@ -201,17 +201,23 @@ def attend(tactic: DecodeTactic, sms: int = 2, **options: Any) -> Check:
 
 
 def decode(**cache: Any) -> tuple[Check, ...]:
-    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests; many CTAs' shares; a
-    request that says to be longer than its row of the page table.
+    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests; many CTAs' shares; CTAs
+    with two ragged requests, and a window that hides whole tiles; so many parts that groups of them are added up first;
+    a largest element at each place of a query; a request that says to be longer than its row of the page table.
     """
     tactic = DecodeTactic(2, 2, 1)
+    lengths, q_lens = (224, 20, 20, 20, 20), (2, 1, 1, 2, 1)
+    apart = 128.0 if cache.get("cache") == BF16 else 8.0  # of logits whose references move
     return (
         attend(tactic, lengths=(70, 33), **cache),
         attend(tactic, lengths=(45, 0, 33), window_left=30, with_sinks=True, missing=((0, 0, 1, -1),), **cache),
         attend(tactic, lengths=(40, 50, 2), q_lens=(3, 0, 2), group=4, window_left=20, **cache),
         attend(tactic, lengths=(170,), kv_heads=3, group=7, extra_page_bytes=64, **cache),
         attend(tactic, 5, lengths=(390, 20), kv_heads=1, steep=8.0, **cache),
-        attend(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5}),
+        attend(tactic, 1, lengths=lengths, q_lens=q_lens, kv_heads=1, group=4, window_left=100, **cache),
+        attend(tactic, 40, lengths=(2200,), kv_heads=1, group=3, **cache),
+        attend(tactic, lengths=(32,) * 24, kv_heads=1, spikes=True, steep=apart, **cache),
+        attend(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5, "steep": apart}),
         lambda arch: attention.check_table_ends(arch, **cache),
     )
 
@@ -219,18 +225,19 @@ def decode(**cache: Any) -> tuple[Check, ...]:
 def masks(
     sizes: dict[str, Any], tactic: MaskedDecodeTactic | MaskedPrefillTactic | MaskedWgmmaTactic, **cache: Any
 ) -> tuple[Check, ...]:
-    """A tree of drafted tokens, and a mask of any form."""
+    """A tree of drafted tokens, and a mask of any form; the latter without sinks, and with references that move."""
 
-    def one(make: Callable[..., Any], call: Callable[[Any], Any]) -> Check:
+    def one(make: Callable[..., Any], call: Callable[[Any], Any], **changes: Any) -> Check:
         def run(arch: str) -> None:
-            case = Case(**sizes | cache, masks=make(sizes))
+            case = Case(**sizes | cache | changes, masks=make(sizes))
             with sim.device(replace(Arch.of(arch), num_sms=2)), ATTENTION.forced(tactic):
                 case.check(call(case), attention_masks.BOUND)
 
         return run
 
     tree = one(attention_masks.tree, lambda case: case.run(**attention_masks.drafts(case)))
-    return tree, one(attention_masks.scattered, attention_masks.planned)
+    steep = one(attention_masks.scattered, attention_masks.planned, with_sinks=False, steep=8.0, spikes=True)
+    return tree, one(attention_masks.scattered, attention_masks.planned), steep
 
 
 def prefill_cases(tests: Any, *names: str) -> tuple[Check, ...]:

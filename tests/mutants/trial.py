@@ -148,7 +148,7 @@ def known_survivors() -> Known:
     """What is known of survivors, by kernel (* is every one), instruction, change and CUDA line.
 
     It says whether the mutant is ``equivalent`` (no input that is allowed tells it apart, but by a rounding that the
-    tests allow), lives in a ``gap`` of its family's tests, or is ``open``: not understood.
+    tests allow) or lives in a ``gap`` of its family's tests.
     """
     with SURVIVORS.open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -5,7 +5,10 @@ Of the synchronising instructions nobody misses one; of the arithmetic, the test
 
 from __future__ import annotations
 
+import csv
 import zlib
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from tests.mutants.launches import KERNELS, record
 from tests.mutants.synchronisation import mutants, synchronises
 
 pytestmark = [pytest.mark.sim, pytest.mark.compile]
+ROOT = Path(__file__).parents[2]
+RECORD, README = ROOT / "bench/results/cpu/mutants.csv", ROOT / "jitfp4/sim/README.md"
 SAMPLE = 2
 """Mutants of each launch in CI."""
 WHOLE_ARITHMETIC = 14
@@ -70,6 +75,29 @@ def test_other_arithmetic_is_noticed(name: str, whole: bool) -> None:
                 assert verdict.how or trial.reason(verdict, known), f"survives: {verdict}"
 
 
+def test_every_survivor_is_judged() -> None:
+    assert {reason.split(":")[0] for reason in trial.known_survivors().values()} == {"equivalent", "gap"}
+    assert all(campaign.known_survivors().values())
+
+
+def test_the_readme_says_what_is_recorded() -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    with RECORD.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name in ("mutants", "noticed", "equivalent"):
+                counts[row["kind"], name] += int(row[name])
+    kinds = "synchronisation", "arithmetic"
+    first, second = ({name: n for (kind, name), n in counts.items() if kind == wanted} for wanted in kinds)
+    all_, seen, same = second["mutants"], second["noticed"], second["equivalent"]
+    rest = all_ - seen - same
+    said = (
+        f"Of {first['mutants']:,} of the first kind {first['noticed']:,} are noticed, and each of the others has its "
+        f"reason. Of {all_:,} of the second kind {seen:,} are noticed, {same} are judged equivalent, which makes "
+        f"{100 - 100 * rest / all_:.1f} %, and {rest} live in gaps of the tests"
+    )
+    assert said in " ".join(README.read_text().split())
+
+
 def test_every_synchronising_instruction_has_a_mutant() -> None:
     (one,) = record("quantize, tensor maps", "sm_90a")
     found, _ = campaign.candidates(one)
@@ -96,6 +124,7 @@ def test_what_only_computes_is_left_alone() -> None:
         ("div.u32 %r1, %r2, %r3", {"mul.lo.u32"}),
         ("selp.b32 %r1, %r2, %r3, %p1", {"selp.b32"}),
         ("mov.b32 %r1, 0f00000000", {"0.0 is 1.0"}),
+        ("mov.f32 %f1, 0fFF800000", {"-inf is inf", "-inf is 0.0"}),
         ("ld.global.u32 %r1, [%rd1+4]", set()),
         ("bar.sync 0", set()),
     ],

@@ -115,7 +115,7 @@ class Case:
         if self.spikes:
             query *= 2.0**-13
             row, head = torch.meshgrid(*map(torch.arange, query.shape[:2]), indexing="ij")
-            query[row, head, (29 * row + 37 * head) % d] = torch.where((row + head) % 2 == 0, 1.5, -1.5)
+            query[row, head, (29 * row + 37 * head) % d] = torch.where((row // 2 + head) % 2 == 0, 1.5, -1.5)
         self.query = query.to(self.q_dtype).to(self.device)
         self.sinks = torch.randn(self.kv_heads * self.group).to(self.device) if self.with_sinks else None
         self.workspace = torch.zeros(32 << 20, dtype=torch.uint8, device=self.device)

@@ -157,6 +157,12 @@ def test_sizes_that_are_none_are_a_message(tmp_path: Path, option: str) -> None:
         assert result.exit_code == 2 and option in result.stderr, (size, result.exception)
 
 
+def test_less_than_no_shared_memory_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "small.ptx").write_text(SMALL)
+    result = run(tmp_path / "small.ptx", "i32[32]", "--shared", "-1")
+    assert result.exit_code == 2 and "--shared" in result.stderr
+
+
 def test_numpy_users_need_no_torch() -> None:
     code = """
 import sys

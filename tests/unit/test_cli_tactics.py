@@ -134,6 +134,7 @@ def test_the_selected_one_is_marked_and_reasons_are_shown_when_they_are_asked_fo
         (["quantize", "--arch", "sm_90a", "--problem", "size=3"], "--problem: got 'size=3'; allowed: NAME=VALUE with"),
         (["quantize", "--arch", "sm_90a", "--problem", "m=x"], "--problem: got m=x; allowed: m=a number"),
         (["quantize", "--arch", "sm_90a", "--problem", "silu=2"], "--problem: got silu=2; allowed: true, false"),
+        (["decode_step", "--arch", "sm_90a", "--problem", "kv_heads=0"], "allowed: sizes that a call has"),
         (["quantize", "--arch", "sm_90a", "--problem", "sf_layout=9"], "allowed: layout_128x4, 0, layout_8x4"),
     ],
 )

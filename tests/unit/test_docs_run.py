@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,20 @@ def test_the_page_of_commands_is_what_help_says() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def test_every_example_is_in_its_page() -> None:
+    folder = ROOT / "examples"
+    files = [str(path.relative_to(folder)) for name in ("*.py", "Dockerfile") for path in folder.rglob(name)]
+    assert sorted(re.findall(r"^\| `(.+?)`", PAGES["docs/examples.md"], re.MULTILINE)) == sorted(files)
+
+
+def test_the_home_page_has_code_the_version_and_links() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    home = PAGES["docs/index.md"]
+    assert BLOCKS["docs/index.md"] and f"version {project['version']}." in home
+    assert all(f"({url})" in home for url in project["urls"].values())
+
+
+def test_no_page_calls_the_digest_of_a_bundle_that_of_its_file() -> None:
+    assert not [name for name, text in PAGES.items() if "prints its SHA-256" in text]

@@ -80,6 +80,17 @@ def test_a_file_names_no_spec_that_no_problem_gives(kernel: AnyKernel) -> None:
             kernel.read_spec(good | {name: wrong})
 
 
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
+def test_sizes_of_zero_are_refused_or_rendered(kernel: AnyKernel) -> None:
+    arch, good = next((arch, spec.fields()) for arch in ARCHS.values() for spec in kernel.specs(arch))
+    for name in [name for name, value in good.items() if type(value) is int]:
+        try:
+            spec = kernel.read_spec(good | {name: 0})
+        except ArgumentError:
+            continue
+        assert kernel.render(spec, arch)
+
+
 def test_registry_finds_by_name_and_by_folder() -> None:
     assert lookup(ALL[0].name) is ALL[0]
     assert set(kernels("quantize")) == {kernel for kernel in ALL if kernel.name.startswith("quantize/")}

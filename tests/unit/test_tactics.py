@@ -6,7 +6,9 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 import torch
 
 import jitfp4
-from jitfp4 import TacticsError, engine, nvrtc, replay, sim, tactics
-from jitfp4.arch import Arch
+from jitfp4 import TacticsError, engine, nvrtc, replay, sim, tactics, warmup
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
@@ -108,6 +111,21 @@ def test_every_changed_byte_is_found(file: TacticsFile) -> None:
     for size in range(0, len(data) - 2, 7):
         with pytest.raises(TacticsError):
             TacticsFile.decode(data[:size])
+
+
+@pytest.mark.parametrize("operation", operations(), ids=lambda one: one.name)
+def test_a_problem_that_no_call_has_is_an_error_with_its_name(operation: Operation[Any, Any]) -> None:
+    """Of a tactics file, whose kernels are built ahead, and of the command line: sizes of nothing, and endless ones."""
+    arch = next(arch for arch in ARCHS.values() if operation.problems(arch))
+    good, kinds = operation.problems(arch)[0], fields_of(operation.problems(arch)[0])
+    tactic = operation.select(good, arch)
+    for field, value in product([name for name, value in kinds.items() if type(value) is int], (0, 1_000_000, 10**30)):
+        wrong = replace(choice(operation, good, tactic), problem=kinds | {field: value})
+        with suppress(ArgumentError):
+            warmup.tuned(file_of(wrong, arch=arch.name))
+        with suppress(ArgumentError):
+            operation.check(asked := good._replace(**{field: value}), arch)
+            operation.selection(asked, arch)
 
 
 def with_checksum(**changes: Any) -> bytes:

@@ -171,7 +171,9 @@ def grid(problem: Problem, spec: StateSpec, least_shared_bytes: int) -> Geometry
 
 
 def bound(problem: Problem, bounds: tuple[int, ...]) -> int:
-    """The least bound of a call's tokens."""
+    """The least bound of a call's tokens. Raises ArgumentError for more than the last."""
+    if problem.tokens > bounds[-1]:
+        raise ArgumentError("tokens", problem.tokens, f"at most {bounds[-1]}")
     return next(most for most in bounds if problem.tokens <= most)
 
 

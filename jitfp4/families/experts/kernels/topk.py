@@ -42,8 +42,9 @@ def _specialise(problem: TopkProblem, tactic: TopkTactic) -> TopkSpec:
     )
 
 
-def _rejects(_problem: TopkProblem, _tactic: TopkTactic, _arch: Arch) -> str | None:
-    return None
+def _rejects(problem: TopkProblem, _tactic: TopkTactic, _arch: Arch) -> str | None:
+    most = WARP * max(_PER_LANE)
+    return f"a warp takes a token, and up to {most} experts" if problem.experts > most else None
 
 
 def _geometry(problem: TopkProblem, tactic: TopkTactic, _arch: Arch) -> Geometry:
