@@ -72,13 +72,12 @@ ROUTE_TABLE = Table(
 )
 
 # experts_search_few, experts_search_many: as many bytes in flight as an SM needs, in many small CTAs. Rows by
-# tiles_per_sm follow a search like experts_search_warm, of 1, 2 and 4 tokens with warm replays, before it: there
-# DeepSeek-V3's sizes have faster pairs for 1 and 2 tokens, which the rows do not take yet
+# tiles_per_sm follow experts_search_warm, of 1, 2 and 4 tokens with warm replays
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
 _UP: tuple[Row[Any], ...] = (
     *rows(
-        (NarrowTactic(8, 4, 1, 4, 2, 4, split=2), {"tiles_per_sm": 0.5}),
-        (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 1.0}),  # the more warps, where CTAs are few
+        (NarrowTactic(8, 2, 1, 8, 2, 3), {"tiles_per_sm": 0.5}),  # the more warps, where CTAs are few
+        (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 1.0}),
         (_SMALL_CTAS, {"k": 2048}),
         (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
         (_SMALL_CTAS, {"tiles_per_sm": 4.0}),
@@ -91,6 +90,7 @@ _DOWN: tuple[Row[Any], ...] = (
     *rows(
         (FewTactic(1, 16, 3, 2), {"k": 1024}),
         (FewTactic(4, 8, 2, 2), {"tiles_per_sm": 1.0}),
+        (FewTactic(2, 12, 2, 2), {"k": 2048, "tiles_per_sm": 2.0}),
         (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
         (FewTactic(4, 16, 2, 1), {"k": 2048}),
         (_SMALL_CTAS, {"k": 2048}),
