@@ -72,15 +72,19 @@ ROUTE_TABLE = Table(
 )
 
 # experts_search_few, experts_search_many: as many bytes in flight as an SM needs, in many small CTAs. Rows by
-# tiles_per_sm follow a search like experts_search_warm, of 1, 2 and 4 tokens with warm replays, before it: there
-# DeepSeek-V3's sizes have faster pairs for 1 and 2 tokens, which the rows do not take yet
+# tiles_per_sm follow experts_search_warm, of 1, 2 and 4 tokens with warm replays; cuts with two warps in a group, and
+# those of Qwen3's two tokens, are of a later run of these cases, which is no record. A cut is fast where SMs have
+# equally many rows: for one token of gpt-oss 240 CTAs of 96 rows, up to two on an SM, where 360 of 64 lie unevenly
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
 _UP: tuple[Row[Any], ...] = (
     *rows(
-        (NarrowTactic(8, 4, 1, 4, 2, 4, split=2), {"tiles_per_sm": 0.5}),
-        (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 1.0}),  # the more warps, where CTAs are few
+        (NarrowTactic(8, 2, 1, 8, 2, 3), {"tiles_per_sm": 0.5}),  # the more warps, where CTAs are few
+        (NarrowTactic(8, 2, 2, 8, 2, 1), {"tiles_per_sm": 1.0}),
+        (_SMALL_CTAS, {"k": 2048, "tiles_per_sm": 2.0}),
+        (NarrowTactic(8, 3, 1, 4, 2, 4), {"k": 2048, "tiles_per_sm": 3.0}),
         (_SMALL_CTAS, {"k": 2048}),
         (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
+        (NarrowTactic(8, 3, 2, 4, 2, 2), {"k": 4096, "tiles_per_sm": 3.0}),
         (_SMALL_CTAS, {"tiles_per_sm": 4.0}),
         (NarrowTactic(8, 4, 1, 2, 3, 6), {"k": 4096, "tiles_per_sm": 8.0}),
         item_rows=0,
@@ -90,9 +94,11 @@ _UP: tuple[Row[Any], ...] = (
 _DOWN: tuple[Row[Any], ...] = (
     *rows(
         (FewTactic(1, 16, 3, 2), {"k": 1024}),
+        (NarrowTactic(8, 4, 1, 3, 2, 5), {"k": 1024}),
         (FewTactic(4, 8, 2, 2), {"tiles_per_sm": 1.0}),
-        (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
         (FewTactic(4, 16, 2, 1), {"k": 2048}),
+        (FewTactic(3, 8, 2, 2, split=4), {"tiles_per_sm": 2.0}),
+        (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
         (_SMALL_CTAS, {"k": 2048}),
         (NarrowTactic(8, 4, 1, 4, 3, 3), {"tiles_per_sm": 3.0}),
         (NarrowTactic(8, 4, 1, 2, 3, 6), {}),
@@ -164,10 +170,10 @@ def down_problems(arch: Arch) -> Iterator[Problem]:
 
 
 def _problems(arch: Arch, products: tuple[Product, ...], n: int, k: int) -> Iterator[Problem]:
-    """One, few and many rows of each expert, of a layer, of the same with one slot, and of a small one."""
+    """One, few and many rows of each expert, of a layer, of the same with fewer slots, and of a small one."""
     experts = 128
     for kind, dtype, block_format, tokens, (size, slots) in product(
-        products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 1), (n // 64, 8))
+        products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 4), (n, 1), (n // 64, 8))
     ):
         for fp8 in (False, True) if arch.has_wgmma else (False,):
             item_rows = item_rows_of(tokens * slots, experts, weight_down(kind, size, k), arch, fp8=fp8)
