@@ -1,7 +1,7 @@
 """Many tactics of the gated delta rule's kernels on every size: families/gdn/tables.py follows from the results.
 
-Run on a GPU: ``python -m bench.search_gdn [--out DIR]``. One row for each case and tactic; ``of_best`` is its time
-divided by that of the best tactic.
+Run on a GPU: ``python -m bench.search_gdn [--kv] [--out DIR]``; ``--kv``: states [K, V], in ``gdn_search_kv.csv``. One
+row for each case and tactic; ``of_best`` is its time divided by that of the best tactic.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ KINDS = (  # update, steps, tokens, state
     (False, True, 8, "f32"),
     *((True, False, tokens, "f32") for tokens in (1, 2, 4, 8, 16)),
     *((True, steps, tokens, "bf16") for steps, tokens in ((True, 4), (False, 1), (False, 4), (False, 8))),
-    (True, False, 1, K_MAJOR),
 )
+KV_KINDS = ((True, False, 1, K_MAJOR),)
 # Rows of a tile, rows of a lane, warps. States of small batches fit in L2; large batches are bound by memory.
 SMALL_CUTS = ((16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8), (64, 4, 4), (128, 4, 8), (128, 8, 4))
 LARGE_CUTS = ((8, 1, 2), (16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8))
@@ -110,18 +110,19 @@ def build_all(all_cases: list[Case]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kv", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    out = parser.parse_args().out
+    options = parser.parse_args()
     all_cases = [
         Case(batch=batch, tokens=tokens, update=update, steps=steps, state=state)
-        for update, steps, tokens, state in KINDS
+        for update, steps, tokens, state in (KV_KINDS if options.kv else KINDS)
         for batch in BATCHES
     ]
     build_all(all_cases)
     rows = []
     for case in all_cases:
         rows += search(case)
-    write_results(out / "gdn_search", rows, stamp())
+    write_results(options.out / ("gdn_search_kv" if options.kv else "gdn_search"), rows, stamp())
     report(rows)
 
 

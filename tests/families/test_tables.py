@@ -72,7 +72,9 @@ def lines_of(operation: Operation[Any, Any], needs: str | None = None) -> list[L
 
 def delta_rule_cases() -> Iterator[tuple[DeltaRuleProblem, Measured]]:
     """Of bench.search_gdn: 32 value heads of 128."""
-    for (state, _, steps, tokens, batch), lines in cases(lines_of(GATED_DELTA_RULE), 5):
+    with (RESULTS / "h200/gdn_search_kv.csv").open(newline="") as file:
+        both = [*lines_of(GATED_DELTA_RULE), *csv.DictReader(file)]
+    for (state, _, steps, tokens, batch), lines in cases(both, 5):
         problem = DeltaRuleProblem(
             dtype=DType.BF16,
             state_dtype=DType.BF16 if state == "bf16" else DType.F32,

@@ -22,8 +22,8 @@ from jitfp4.selection import Row, Table
 Tactic = WalkTactic | ChunkTactic
 
 
-def _rows(*rows: tuple[int, int | None, Tactic], **when: Any) -> Iterator[Row[Tactic]]:
-    """Rows of (most tokens, most value heads in the batch, tactic).
+def _rows(*rows: tuple[int, int | None, Tactic], measured: str | None = None, **when: Any) -> Iterator[Row[Tactic]]:
+    """Rows of (most tokens, most value heads in the batch, tactic), which follow from ``measured``.
 
     Each tactic is followed by the same without bulk stores, and without prefetches, for problems and GPUs that cannot
     have them.
@@ -32,7 +32,7 @@ def _rows(*rows: tuple[int, int | None, Tactic], **when: Any) -> Iterator[Row[Ta
         limits = {"tokens": tokens} | ({} if heads is None else {"heads": heads})
         plain = replace(tactic, bulk_stores=False) if isinstance(tactic, WalkTactic) else tactic
         for one in dict.fromkeys((tactic, plain, replace(plain, ahead=0))):
-            yield Row(one, when | limits)
+            yield Row(one, when | limits, measured)
 
 
 TABLE = Table(
@@ -41,7 +41,9 @@ TABLE = Table(
         *_rows(
             (16, 64, WalkTactic(32, 4, 2)),
             (16, 512, WalkTactic(64, 4, 4)),
-            (16, None, WalkTactic(64, 4, 4, ahead=96)),
+            (16, None, WalkTactic(128, 8, 4)),
+            (16, None, WalkTactic(64, 4, 4, ahead=96)),  # V of 64
+            measured="h200/gdn_search_kv.csv",
             state_layout=StateLayout.KV,
         ),
         *_rows(  # not searched

@@ -1303,10 +1303,10 @@ __device__ __forceinline__ void make_chunks(
   Gates next = gates(0);
   for (int chunk = 0; chunk < chunks; ++chunk) {
     next.put(making.of_tokens);
-    next = gates(chunk + 1);
     __syncwarp();
     ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
     ptx::fence_proxy_async();
+    next = gates(chunk + 1);  // behind the fence, which waits for loads
     auto& stage = shared.stages[ring.slot];
     make<true, false>(p, stage.keys, stage.queries, making.of_tokens, making.inverting, stage, barriers);
     ptx::fence_proxy_async();

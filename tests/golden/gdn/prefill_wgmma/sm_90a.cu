@@ -1320,10 +1320,10 @@ __device__ __forceinline__ void make_chunks(
   Gates next = gates(0);
   for (int chunk = 0; chunk < chunks; ++chunk) {
     next.put(making.of_tokens);
-    next = gates(chunk + 1);
     __syncwarp();
     ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
     ptx::fence_proxy_async();
+    next = gates(chunk + 1);  // behind the fence, which waits for loads
     auto& stage = shared.stages[ring.slot];
     make<true, false>(p, stage.keys, stage.queries, making.of_tokens, making.inverting, stage, barriers);
     ptx::fence_proxy_async();
@@ -1779,10 +1779,10 @@ struct Config {
   static constexpr int  kMakerBarrier = 1 + kConsumers, kStages = ::kStages;
 };
 
-// A chunk is there, and the tensor cores see it.
+// A chunk is there, and the tensor cores see it: with kFused, the maker has seen to that for all that is in the stage.
 __device__ __forceinline__ Stage& wait_for(Shared& shared, const Ring<kStages>& ring) {
   ptx::mbarrier_wait(&(kFused ? shared.made : shared.full)[ring.slot], ring.parity);
-  ptx::fence_proxy_async();
+  if constexpr (!kFused) ptx::fence_proxy_async();
   return shared.stages[ring.slot];
 }
 
