@@ -356,9 +356,10 @@ def without_gates(weight: Fp4Weight) -> tuple[Fp4Weight, Fp4Weight]:
     if weight.row_scale is not None:
         both = pad(weight.row_scale, (0, -len(weight.row_scale) % (2 * TILE_ROWS)), value=1.0)
         row_scales = both.unflatten(0, (-1, 2, _HALF_BLOCK)).transpose(0, 1).flatten(1).unbind()
-    n, k, form = weight.n // 2, weight.k, weight.format
+    n, k, block_format = weight.n // 2, weight.k, weight.format
     gate, up = (
-        Fp4Weight(torch.cat(own), row_scale, n, k, form) for own, row_scale in zip(sides, row_scales, strict=True)
+        Fp4Weight(torch.cat(own), row_scale, n, k, block_format)
+        for own, row_scale in zip(sides, row_scales, strict=True)
     )
     return gate, up
 

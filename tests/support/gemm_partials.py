@@ -52,10 +52,24 @@ template struct Consumer<Shared, Weight, 16, 1, 1>;
 """
 WIDE_SCHEDULE = """
 struct Config {
-  static constexpr int  kTileM = 64, kTileN = 128, kCommonN = 0, kCluster = 2, kSplit = 1, kBandM = 4;
-  static constexpr bool kShared = false, kDivided = true;
+  static constexpr int kTileM = 64, kTileN = 128, kCommonN = 0, kCluster = 2, kSplit = 1, kBandM = 4;
 };
-template class WideSchedule<Config>;
+template class WideTiles<Config>;
+template struct SplitTile<Config>;
+template struct WholeTiles<Config>;
+template struct DividedTiles<Config>;
+struct Exchange {
+  __device__ void leave(float (&sums)[32], int barrier, uint32 thread) const {}
+  __device__ void collect(float (&sums)[32], uint32 back, int barrier, uint32 thread) const {}
+};
+template <class Schedule> __device__ bool run(float (&sums)[32]) {
+  Schedule schedule(256, 256, 256);
+  Work     work;
+  return schedule.take(work) && schedule.complete(sums, work, Exchange{}, 1, 0);
+}
+__global__ void run(float (&sums)[32], bool* out) {
+  *out = run<WideSchedule<false, false, Config>>(sums) && run<WideSchedule<false, true, Config>>(sums);
+}
 """
 WIDE_STEPS = """
 struct Weight {

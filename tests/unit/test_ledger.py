@@ -66,6 +66,9 @@ _SPILLED = {
     # A decode step: values of the loop over layers around attention, once for a layer.
     ("step/decode",): 21,
 }
+# How far a build with sums of groups may be from the ledger. NVRTC makes four loads of one of a float4, and joins them
+# again in an order that hangs on addresses of its own objects: for one process in ten or so, PTX and counts differ.
+_UNSTEADY = {"registers": 8, "instructions": 64, "LDS": 2}
 _SAMPLE = 2500  # instructions of the builds of a kernel that are compiled
 
 
@@ -102,7 +105,10 @@ def test_builds_compile_to_what_the_ledger_says(kernel: AnyKernel, whole: bool) 
             continue
         row = measure(build)
         if toolchain.version == NVRTC:
-            assert row == known[build.name]
+            most = _UNSTEADY if "sum_groups<" in build.source else {}
+            wanted = known[build.name]
+            assert {**row, **dict.fromkeys(most)} == {**wanted, **dict.fromkeys(most)}
+            assert all(abs(int(row[name]) - int(wanted[name])) <= most[name] for name in most), (row, wanted)
         assert int(row["LDL"]) + int(row["STL"]) <= allowed(kernel, build.name), build.name
 
 

@@ -146,21 +146,21 @@ def causal_conv1d_update(
     if not in_place and not torch.compiler.is_dynamo_compiling():  # which cannot compare addresses
         in_place = target.data_ptr() == x.data_ptr() and target.stride() == x.stride()
     _convolve(
-        None if in_place else rows,
-        result,
-        weight,
-        bias,
-        conv_state,
-        query_start_loc,
-        conv_state_indices,
-        None,
-        num_accepted_tokens,
-        given,
-        _NO_SLOT if null_block_id is None else null_block_id,
-        True,
-        _has_silu("silu" if activation is True else activation or None),
-        "states=conv_state,slots=conv_state_indices,accepted=num_accepted_tokens,starts=query_start_loc",
-        enable_pdl,
+        x=None if in_place else rows,
+        out=result,
+        weight=weight,
+        bias=bias,
+        states=conv_state,
+        starts=query_start_loc,
+        slots=conv_state_indices,
+        has_state=None,
+        accepted=num_accepted_tokens,
+        sequences=given,
+        null_slot=_NO_SLOT if null_block_id is None else null_block_id,
+        update=True,
+        silu=_has_silu("silu" if activation is True else activation or None),
+        names="states=conv_state,slots=conv_state_indices,accepted=num_accepted_tokens,starts=query_start_loc",
+        enable_pdl=enable_pdl,
     )
     return target
 
@@ -202,21 +202,21 @@ def _of_prompts(
         check_contiguous("has_initial_state", has_initial_state)
     out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
     _convolve(
-        x.T,
-        out,
-        weight,
-        bias,
-        conv_states,
-        query_start_loc,
-        cache_indices,
-        has_initial_state,
-        None,
-        sequences,
-        _NO_SLOT if null_block_id is None else null_block_id,
-        False,
-        _has_silu(activation),
-        "states=conv_states,slots=cache_indices,has_state=has_initial_state,starts=query_start_loc",
-        enable_pdl,
+        x=x.T,
+        out=out,
+        weight=weight,
+        bias=bias,
+        states=conv_states,
+        starts=query_start_loc,
+        slots=cache_indices,
+        has_state=has_initial_state,
+        accepted=None,
+        sequences=sequences,
+        null_slot=_NO_SLOT if null_block_id is None else null_block_id,
+        update=False,
+        silu=_has_silu(activation),
+        names="states=conv_states,slots=cache_indices,has_state=has_initial_state,starts=query_start_loc",
+        enable_pdl=enable_pdl,
     )
     return out.T
 
@@ -227,6 +227,7 @@ def _by_tokens(tensor: torch.Tensor, ragged: bool) -> torch.Tensor:
 
 
 def _convolve(
+    *,
     x: torch.Tensor | None,
     out: torch.Tensor,
     weight: torch.Tensor,

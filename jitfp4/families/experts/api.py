@@ -101,28 +101,28 @@ def fp4_experts(
     fp8 = activations is not None
     alpha, beta, limit = _SWIGLU[activation]
     return _experts(
-        x,
-        experts.w13,
-        experts.scale13,
-        experts.bias13,
-        experts.w2,
-        experts.scale2,
-        experts.bias2,
-        topk_ids,
-        topk_weights,
-        expert_map,
-        out,
-        experts.hidden,
-        experts.inter,
-        experts.gated,
-        experts.format is MXFP4,
-        alpha if swiglu_alpha is None else swiglu_alpha,
-        beta if swiglu_beta is None else swiglu_beta,
-        limit if swiglu_limit is None else swiglu_limit,
-        apply_router_weight_on_input,
-        fp8,
-        _item_rows(topk_ids, experts, fp8),
-        enable_pdl,
+        x=x,
+        w13=experts.w13,
+        scale13=experts.scale13,
+        bias13=experts.bias13,
+        w2=experts.w2,
+        scale2=experts.scale2,
+        bias2=experts.bias2,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        expert_map=expert_map,
+        out=out,
+        hidden=experts.hidden,
+        inter=experts.inter,
+        gated=experts.gated,
+        mxfp4=experts.format is MXFP4,
+        alpha=alpha if swiglu_alpha is None else swiglu_alpha,
+        beta=beta if swiglu_beta is None else swiglu_beta,
+        limit=limit if swiglu_limit is None else swiglu_limit,
+        on_input=apply_router_weight_on_input,
+        fp8=fp8,
+        item_rows=_item_rows(topk_ids, experts, fp8),
+        enable_pdl=enable_pdl,
     )
 
 
@@ -140,6 +140,7 @@ def _item_rows(ids: torch.Tensor, experts: Fp4Experts, fp8: bool) -> int:
 
 @public
 def _experts(
+    *,
     x: torch.Tensor,
     w13: torch.Tensor,
     scale13: torch.Tensor,

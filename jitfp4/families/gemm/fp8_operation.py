@@ -31,9 +31,9 @@ def _problem(arguments: Fp8Arguments) -> Fp8Problem:
 
 
 def _reference(arguments: Fp8Arguments) -> None:
-    n, k, form = weight_rows(arguments), arguments.a.shape[1], _format(arguments)
-    own = None if form is NVFP4 else arguments.row_scale
-    weight = Fp4Weight(arguments.data, own, n, k, form, arguments.gated)
+    n, k, block_format = weight_rows(arguments), arguments.a.shape[1], _format(arguments)
+    own = None if block_format is NVFP4 else arguments.row_scale
+    weight = Fp4Weight(arguments.data, own, n, k, block_format, arguments.gated)
     a = arguments.a.view(torch.float8_e4m3fn).double() * arguments.a_scale.double().reshape(-1, 1)
     out = reference.matmul(a, rounded_to_e4m3(weight, arguments.row_scale), arguments.alpha, arguments.bias)
     arguments.out.copy_(reference.swiglu(out) if arguments.gated else out)

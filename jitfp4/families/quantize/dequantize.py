@@ -170,15 +170,15 @@ def e2m1_and_ufp8sf_scale_to_float(
         raise ArgumentError(
             "ufp8_type, sf_vec_size", (ufp8_type, sf_vec_size), "(1, 16) for NVFP4 or (0, 32) for MXFP4"
         )
-    form = NVFP4 if ufp8_type else MXFP4
-    if form is NVFP4 and global_scale_tensor is None:
+    block_format = NVFP4 if ufp8_type else MXFP4
+    if block_format is NVFP4 and global_scale_tensor is None:
         raise ArgumentError("global_scale_tensor", None, "a decode scale with ufp8_type 1")
     check_dtype("e2m1_tensor", e2m1_tensor, CODE_DTYPES)
     scale = None
-    if form is NVFP4 and global_scale_tensor is not None:
+    if block_format is NVFP4 and global_scale_tensor is not None:
         scale = scalar_f32("global_scale_tensor", global_scale_tensor, like=e2m1_tensor)
     names = "e2m1_tensor", "ufp8_scale_tensor"
-    return _to_float(form, e2m1_tensor, ufp8_scale_tensor, scale, layout, torch.float32, None, None, names)
+    return _to_float(block_format, e2m1_tensor, ufp8_scale_tensor, scale, layout, torch.float32, None, None, names)
 
 
 @public

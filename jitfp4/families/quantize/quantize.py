@@ -202,19 +202,19 @@ def fp4_quantize(
     layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
     if (sf_vec_size, sf_use_ue8m0) not in ((NVFP4.block, False), (MXFP4.block, True)):
         raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
-    form = MXFP4 if sf_use_ue8m0 else NVFP4
+    block_format = MXFP4 if sf_use_ue8m0 else NVFP4
     check_dtype("input", input, ACTIVATIONS)
     recipe = check_recipe("nvfp4_4over6", nvfp4_4over6, input.dtype)
-    if recipe is not None and form is MXFP4:
+    if recipe is not None and block_format is MXFP4:
         raise ArgumentError("nvfp4_4over6", "a recipe", "None with MXFP4")
     check_device("input", input)
     transposed = input.dim() >= 2 and input.stride(-1) != 1 and input.stride(-2) == 1
     a = input.transpose(-2, -1) if transposed else input
-    rows = as_rows("input", a, form.block)
-    rows, m = rows if form is NVFP4 else _halves(rows), rows.shape[0]
-    scale = None if form is MXFP4 else _encode_scale(global_scale, is_global_scale_inversed, m, a)
-    q, sf = _outputs(a, form, m, a.shape[-1], layout, None, None)
-    _run(rows, scale, form, q, sf, layout, enable_pdl, names="a=input", recipe=recipe)
+    rows = as_rows("input", a, block_format.block)
+    rows, m = rows if block_format is NVFP4 else _halves(rows), rows.shape[0]
+    scale = None if block_format is MXFP4 else _encode_scale(global_scale, is_global_scale_inversed, m, a)
+    q, sf = _outputs(a, block_format, m, a.shape[-1], layout, None, None)
+    _run(rows, scale, block_format, q, sf, layout, enable_pdl, names="a=input", recipe=recipe)
     return (q.transpose(-2, -1), sf.transpose(-2, -1)) if transposed else (q, sf)
 
 
@@ -296,7 +296,7 @@ def _check_backend(backend: str) -> None:
 
 def _outputs(
     a: torch.Tensor,
-    form: BlockFormat,
+    block_format: BlockFormat,
     m: int,
     k: int,
     layout: SfLayout,
@@ -304,7 +304,9 @@ def _outputs(
     out_sf: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q = output("out", out, (*a.shape[:-1], k // 2), CODE_DTYPES, like=a)
-    return q, output("out_sf", out_sf, padded_shape(layout, m, k // form.block), SF_DTYPES[form], like=a)
+    return q, output(
+        "out_sf", out_sf, padded_shape(layout, m, k // block_format.block), SF_DTYPES[block_format], like=a
+    )
 
 
 def _halves(rows: torch.Tensor) -> torch.Tensor:
@@ -324,7 +326,7 @@ def _encode_scale(scale: torch.Tensor | float | None, inversed: bool, m: int, a:
 def _run(
     rows: torch.Tensor,
     scale: torch.Tensor | None,
-    form: BlockFormat,
+    block_format: BlockFormat,
     q: torch.Tensor,
     sf: torch.Tensor,
     layout: SfLayout,
@@ -340,7 +342,7 @@ def _run(
             scale=scale,
             out=q if q.dim() == 2 else q.view(rows.shape[0], q.shape[-1]),
             out_sf=sf,
-            format=form.value,
+            format=block_format.value,
             layout=int(layout),
             silu=silu,
             four_over_six=code_of(recipe),

@@ -152,8 +152,10 @@ class BlockScaledSpec(KernelSpec):
         out = WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
         barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of barriers: images that overlap share one
         rest = 16 * barriers + 8  # and the address of tensor memory
-        handed = 0 if self.split == 1 else WRITERS * ((self.split - 1) * _WARP_ROWS * self.part_n * 4 + 16)
-        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024) + handed + self.list_bytes
+        exchanged = 0 if self.split == 1 else WRITERS * ((self.split - 1) * _WARP_ROWS * self.part_n * 4 + 16)
+        return (
+            round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024) + exchanged + self.list_bytes
+        )
 
     @property
     def scale_bytes(self) -> int:

@@ -17,10 +17,7 @@
 //   kCommon, the last groups of two CTAs have the same rows of the weight, and take the steps in turn.
 // - kSplit times as many CTAs are a cluster: each has a part of the columns of a tile. They, and warpgroups with the
 //   same rows, add up their sums through shared memory, each for a part of the rows of x.
-// - Other clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps,
-//   and every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
-//   memory, and the last adds them in a fixed order. It waits for earlier clusters only, and those leave their sums
-//   before they wait themselves, because a cluster takes the tiles of its share in descending order.
+// - Other clusters are persistent. With kDivided, they share the last tiles. gemm/wide_schedule has three schedules.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -1099,35 +1096,29 @@ template <int kTileM, int kTeams, int kCluster, int kWordsBytes> class Exchange 
   float4* sums_;
 };
 
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
 // ---- gemm/wide_schedule ----------------------------------------------------
-// The tiles of a cluster, and the part of their columns that it takes.
+// The tiles of a cluster, and the part of their columns that it takes. One of three schedules says which: SplitTile,
+// WholeTiles and DividedTiles.
 struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
 
+// What the schedules have in common. First, a cluster takes its share: steps from begin_ to before end_, counted over
+// tiles, in descending order. Then it takes whole tiles: next_, and each time so many further as there are clusters.
+//
 // Config: kTileM, the rows of x of a tile; kCluster CTAs with the same ones, each with kTileN rows of the weight of its
-// own, and kCommonN after these for all of them; kSplit CTAs with the same tile; kShared: whether a cluster takes one
-// tile only, to add up sums; kDivided; kBandM.
-template <class Config> class WideSchedule {
+// own, and kCommonN after these for all of them; kSplit CTAs with the same tile; kBandM.
+template <class Config> class WideTiles {
  public:
   uint32 tiles_m, tiles_n, steps;
 
-  __device__ __forceinline__ WideSchedule(int64 m, int64 n, int64 k)
+  __device__ __forceinline__ WideTiles(int64 m, int64 n, int64 k)
       : tiles_m(ceil_div(m, Config::kTileM)), tiles_n(ceil_div(n, kClusterN)),
-        steps(ceil_div(k, kTileCols)) {
-    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
-    if constexpr (Config::kShared) {
-      const uint32 part = kSplit == 1 ? 0 : ptx::cluster_rank() / kCluster;
-      begin_ = id * steps + steps * part / kSplit, end_ = id * steps + steps * (part + 1) / kSplit, next_ = tiles;
-    } else {
-      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
-      const uint32 divided = !Config::kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
-      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
-      begin_ = share_begin(id), end_ = share_begin(id + 1);
-    }
-  }
-  // Returns the first step of a cluster's share, counted over all divided tiles.
-  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
-    return divided_steps_ * cluster / ptx::clusters();
-  }
+        steps(ceil_div(k, kTileCols)) {}
   __device__ __forceinline__ bool take(Work& work) {
     if (begin_ < end_) {
       const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
@@ -1139,9 +1130,15 @@ template <class Config> class WideSchedule {
     next_ += ptx::clusters();
     return work.tile < tiles_m * tiles_n;
   }
+  // Whether this cluster gets the sums of a whole tile, which it writes. To be called where tiles are divided:
+  // elsewhere a condition that always holds would change how NVRTC arranges the loop.
+  template <class Sums, class Exchange>
+  __device__ __forceinline__ bool complete(Sums&, const Work&, const Exchange&, int, uint32) const {
+    return true;
+  }
   // The first row of the weight in the tile that take() gives next; 0 if it gives none.
   __device__ __forceinline__ int64 peek_row() const {
-    WideSchedule after = *this;
+    WideTiles after = *this;
     Work work;
     return after.take(work) ? after.place(work.tile).y : 0;
   }
@@ -1154,13 +1151,77 @@ template <class Config> class WideSchedule {
     return {(band * kBandM + inside % high) * Config::kTileM, inside / high * kClusterN + rank * Config::kTileN};
   }
 
- private:
+ protected:
   static constexpr int kCluster = Config::kCluster, kSplit = Config::kSplit;
   static constexpr uint32 kClusterN = Config::kTileN * kCluster + Config::kCommonN;
+
+  // The first `divided` tiles are divided, and every cluster gets an equal share of their steps; `id` is the cluster's.
+  __device__ __forceinline__ void divide(uint32 divided, uint32 id) {
+    divided_steps_ = uint64(divided) * steps, next_ = divided + id;
+    begin_ = share_begin(id), end_ = share_begin(id + 1);
+  }
+  // Returns the first step of a cluster's share, counted over all divided tiles.
+  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
+    return divided_steps_ * cluster / ptx::clusters();
+  }
 
   uint64 divided_steps_;
   uint32 next_, begin_, end_;
 };
+
+// A cluster has one tile. Those who have sums of the same elements, CTAs or warpgroups, add them up in shared memory.
+template <class Config> struct SplitTile : WideTiles<Config> {
+  static constexpr bool kOneTile = true;
+
+  __device__ __forceinline__ SplitTile(int64 m, int64 n, int64 k) : WideTiles<Config>(m, n, k) {
+    constexpr int kSplit = Config::kSplit;
+    const uint32 id = ptx::cluster_id(), part = kSplit == 1 ? 0 : ptx::cluster_rank() / Config::kCluster;
+    const uint32 steps = this->steps;
+    this->begin_ = id * steps + steps * part / kSplit, this->end_ = id * steps + steps * (part + 1) / kSplit;
+    this->next_  = this->tiles_m * this->tiles_n;
+  }
+};
+
+// Clusters are persistent and take tiles in turn.
+template <class Config> struct WholeTiles : WideTiles<Config> {
+  static constexpr bool kOneTile = false;
+
+  __device__ __forceinline__ WholeTiles(int64 m, int64 n, int64 k) : WideTiles<Config>(m, n, k) {
+    this->divide(0, ptx::cluster_id());
+  }
+};
+
+// Clusters are persistent. The tiles that would not fill a last wave are divided by their steps, and every cluster gets
+// an equal share. Of the clusters that share a tile, all but the last leave partial sums in memory, and the last adds
+// them in a fixed order. It waits for earlier clusters only, and those leave their sums before they wait themselves,
+// because a cluster takes the tiles of its share in descending order.
+template <class Config> struct DividedTiles : WideTiles<Config> {
+  static constexpr bool kOneTile = false;
+
+  __device__ __forceinline__ DividedTiles(int64 m, int64 n, int64 k) : WideTiles<Config>(m, n, k) {
+    const uint32 tiles = this->tiles_m * this->tiles_n, id = ptx::cluster_id();
+    const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
+    this->divide(rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters, id);
+  }
+  template <class Sums, class Exchange>
+  __device__ __forceinline__ bool complete(Sums& sums, const Work& work, const Exchange& exchange, int barrier,
+                                           uint32 thread) const {
+    if (work.end < this->steps) {
+      exchange.leave(sums, barrier, thread);
+      return false;
+    }
+    const uint32 first = work.tile * this->steps;
+    for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
+      exchange.collect(sums, back, barrier, thread);
+      begin = this->share_begin(ptx::cluster_id() - back);
+    }
+    return true;
+  }
+};
+
+template <bool kOneTile, bool kDivided, class Config>
+using WideSchedule =
+    Select<kOneTile, SplitTile<Config>, Select<kDivided, DividedTiles<Config>, WholeTiles<Config>>>;
 
 // ---- gemm/wide_common ------------------------------------------------------
 // The last groups of two CTAs have the same rows of the weight, and each the sums of every other step. Each gives the
@@ -1329,11 +1390,10 @@ enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 }
 
 // ---- producers -------------------------------------------------------------
 struct Config {
-  static constexpr int  kTileM = ::kTileM, kTileN = ::kTileN, kCluster = ::kCluster, kSplit = ::kSplit;
-  static constexpr int  kBandM = ::kBandM, kCommonN = kCommon * kTileRows;
-  static constexpr bool kShared = kSharers > 1, kDivided = ::kDivided;
+  static constexpr int kTileM = ::kTileM, kTileN = ::kTileN, kCluster = ::kCluster, kSplit = ::kSplit;
+  static constexpr int kBandM = ::kBandM, kCommonN = kCommon * kTileRows;
 };
-using Schedule = WideSchedule<Config>;
+using Schedule = WideSchedule<(kSharers > 1), kDivided, Config>;
 
 __device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
   const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank(), place = kSplit == 1 ? rank : rank % kCluster;
@@ -1492,7 +1552,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) gemm_wide(
         ptx::tma_store(out, kGated ? col / 2 : col, at.x + number * kPartM, ptx::shared_address(rows));
         ptx::bulk_commit();
       };
-      if constexpr (kSharers > 1) {
+      if constexpr (Schedule::kOneTile) {
         float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
         ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
 #pragma unroll
@@ -1506,20 +1566,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) gemm_wide(
         Results::stage_total<0>(part, kCluster, peer, shared_sums, ptx::shared_address(rows), sums, thread, upper,
                                 lower);
         if (part < kParts) store(rows, part);
-        break;  // they have one tile
+        break;
       } else {
-        if constexpr (kDivided) {
-          const Exchange<kTileM, kTeams, kCluster, 16384> exchange(workspace, team, thread);
-          if (work.end < schedule.steps) {
-            exchange.leave(sums, kTeamBarrier + team, thread);
-            continue;
-          }
-          const uint32 first = work.tile * schedule.steps;
-          for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
-            exchange.collect(sums, back, kTeamBarrier + team, thread);
-            begin = schedule.share_begin(ptx::cluster_id() - back);
-          }
-        }
+        const Exchange<kTileM, kTeams, kCluster, 16384> exchange(workspace, team, thread);
+        if (kDivided && !schedule.complete(sums, work, exchange, kTeamBarrier + team, thread)) continue;
         Part* const rows = shared.of(team);
         if (thread == 0) ptx::bulk_wait_read<0>();
         ptx::barrier_sync(kTeamBarrier + team, 128);
