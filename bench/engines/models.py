@@ -196,9 +196,12 @@ def set_environment() -> None:
 
 
 def seed(model: Any, *, of_fp4: bool = False) -> None:
-    """Fill the parameters of a model that an engine made, each by its name; with the values of its FP4 form, too."""
-    for name, tensor in model.state_dict().items():
-        (fill_values if of_fp4 and _in_fp4(name) else fill)(name, tensor)
+    """Fill the parameters of a model that an engine made, by their names; with the values of its FP4 form, too.
+
+    vLLM's experts hold their router and their shared expert once more: each is filled once, by its first name.
+    """
+    for name, parameter in model.named_parameters():
+        (fill_values if of_fp4 and _in_fp4(name) else fill)(name, parameter.data)
 
 
 def _in_fp4(name: str) -> bool:
