@@ -201,10 +201,10 @@ def seed(model: Any, *, of_fp4: bool = False) -> None:
     vLLM's experts hold their router and their shared expert once more: each is filled once, by its first name.
     """
     for name, parameter in model.named_parameters():
-        (fill_values if of_fp4 and _in_fp4(name) else fill)(name, parameter.data)
+        (fill_values if of_fp4 and in_fp4(name) else fill)(name, parameter.data)
 
 
-def _in_fp4(name: str) -> bool:
+def in_fp4(name: str) -> bool:
     """Whether FP4 variants have codes for this tensor of the model in bf16."""
     layer, _, kind = name.rpartition(".")
     if not kind.endswith("weight") or "norm" in name or layer.endswith(("embed_tokens", "conv1d")):
@@ -277,7 +277,7 @@ def checkpoint(config: Any, device: str) -> Iterator[tuple[str, Any]]:
         shapes[f"{name}.weight"] = (vocabulary, width), torch.bfloat16
     for name, (shape, dtype) in shapes.items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        (fill_values if getattr(config, "of_fp4", False) and _in_fp4(name) else fill)(name, tensor)
+        (fill_values if getattr(config, "of_fp4", False) and in_fp4(name) else fill)(name, tensor)
         yield name, tensor
 
 
