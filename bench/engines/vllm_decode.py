@@ -2,19 +2,21 @@
 
     python -m bench.engines.vllm_decode [--model llama-3.1-8b qwen3-30b-a3b] [--variant bf16 own plugin plugin-kv]
         [--layers 32] [--batch 1 8 64] [--context 16] [--profile [VARIANT ...]] [--limit 110] [--out DIR]
+        [--together GIB]
         [--check [--layers-too] [--given-routes] [--chunk 512]]
 
 A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. ``ms_first`` is the
 time of a first token of all requests: their prompts are read, or found in the cache of prefixes where they are longer
 than 2048 tokens. Weights are random, and the same for every variant. Runs are forks of this process and share its
 imports. ``vllm.csv`` has a line for a model, a variant and a batch, and with ``--profile`` ``vllm_kernels.csv`` has the
-kernels of a step, of all variants or of those that are named. Lines are written after each variant.
+kernels of a step, of all variants or of those that are named. Lines are written after each variant. With
+``--together`` the engines of all variants start at once, and each is measured while the others wait on the same GPU.
 
 ``--check`` measures nothing. It compares logits of the same requests between variants: prompts of 1 to 700 tokens in
 chunks of 512 (``--chunk``), then decode steps of six requests in graphs of eight, in which every variant is given the
 same tokens. plugin-kv is right where it is much nearer to own-rounded than both are to own. The engines of all
-variants start at once. With ``--layers-too`` outputs of each layer are compared, too, without graphs; with
-``--given-routes`` routers choose the same experts in every variant.
+variants start at once. With ``--layers-too`` outputs of each layer are compared, too, where steps are not in graphs.
+With ``--given-routes`` routers choose the same experts in every variant, without graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 import torch
 
 from bench.engines import layer_outputs
-from bench.engines.forks import begun, finished, forked
+from bench.engines.forks import begun, finished, wait_for
 from bench.engines.models import MODELS, VARIANTS, engine_of, set_environment
 from bench.harness import write_results
 from bench.stamp import stamp
@@ -77,14 +79,20 @@ def loaded(worker: Any) -> int:
     return engine.loaded()
 
 
-def measured(model: str, name: str, options: argparse.Namespace) -> dict[str, Rows]:
+def measured(model: str, name: str, options: argparse.Namespace, folder: Path) -> dict[str, Rows]:
     """Lines of one variant of a model."""
     from vllm import SamplingParams
 
-    llm, ready = engine_of(model, name, options.layers, options.context)
+    changes: dict[str, Any] = {}
+    if options.together is not None:
+        changes = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": int(options.together * 2**30)}
+    llm, ready = engine_of(model, name, options.layers, options.context, **changes)
     layers = options.layers or MODELS[model]["num_hidden_layers"]
     before = llm.collective_rpc(loaded)
     print(f"READY {model} {name}: {ready:.1f} s, kernels of ranks {before}", flush=True)
+    (folder / f"{model} {name}.ready").touch()
+    while options.together is not None and not (folder / f"{model} {name}.turn").exists():
+        time.sleep(0.05)
     long = options.context > 2048
     few, many = (FEW_LONG, MANY_LONG) if long else (FEW, MANY)
 
@@ -149,7 +157,7 @@ def logits(model: str, name: str, options: argparse.Namespace) -> torch.Tensor:
     longest, hooked = options.chunk + 512, VARIANTS[name].rounds or VARIANTS[name].noise
     small: dict[str, Any] = {"max_num_batched_tokens": options.chunk, "max_model_len": longest, "max_num_seqs": 8}
     small |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}  # others use the GPU, too
-    eager = hooked or options.layers_too
+    eager = hooked or options.given_routes
     small |= {"logprobs_mode": "raw_logits", "max_logprobs": len(PROBED), "enforce_eager": eager}
     llm, ready = engine_of(model, name, options.layers, 0, **small)
     before = llm.collective_rpc(loaded)
@@ -243,7 +251,7 @@ def one(model: str, name: str, options: argparse.Namespace, folder: Path) -> Non
         if options.layers_too:
             torch.save(layer_outputs.taken(), folder / f"{model} {name}.layers")
     else:
-        (folder / f"{model} {name}.json").write_text(json.dumps(measured(model, name, options)))
+        (folder / f"{model} {name}.json").write_text(json.dumps(measured(model, name, options, folder)))
 
 
 def write(folder: Path, out: Path, origin: dict[str, object]) -> None:
@@ -256,10 +264,18 @@ def write(folder: Path, out: Path, origin: dict[str, object]) -> None:
 
 
 def timed(model: str, options: argparse.Namespace, folder: Path, origin: dict[str, object]) -> list[str]:
-    """Run the variants of a model one after the other; returns those that failed."""
+    """Measure the variants of a model one after the other; returns those that failed."""
+    logs = {name: folder / f"{model} {name}.log" for name in options.variant}
+    runs = {name: partial(one, model, name, options, folder) for name in options.variant}
+    children: dict[str, int] = {}
+    if options.together is not None:
+        children = {name: begun(run, logs[name]) for name, run in runs.items()}
+        for name, child in children.items():
+            wait_for(folder / f"{model} {name}.ready", child, options.limit)
     failed = []
-    for name in options.variant:
-        if forked(partial(one, model, name, options, folder), folder / f"{model} {name}.log", options.limit):
+    for name, run in runs.items():
+        (folder / f"{model} {name}.turn").touch()
+        if finished(children.get(name) or begun(run, logs[name]), logs[name], options.limit):
             failed.append(name)
         else:
             write(folder, options.out, origin)
@@ -290,6 +306,7 @@ def main() -> None:
     parser.add_argument("--layers-too", action="store_true", help="and outputs of layers")
     parser.add_argument("--given-routes", action="store_true", help="the same experts for every variant")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a step that is compared")
+    parser.add_argument("--together", type=float, help="start engines at once, with a cache of so many GiB for each")
     parser.add_argument("--limit", type=float, default=110, help="seconds of a variant")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()

@@ -105,3 +105,6 @@ def test_other_steps_are_not_compared() -> None:
     shorter = {name: (rows[:-1], [ROWS, 1]) for name, (rows, _) in taken.items()}
     (line,) = layer_outputs.compared(taken, shorter, 2)
     assert "not the same requests" in line
+    in_graphs = {name: (rows[:ROWS], [ROWS]) for name, (rows, _) in taken.items()}
+    for pair in ((taken, in_graphs), (in_graphs, taken)):
+        assert "layer 1 sum: prompts least 1.00000 mean 1.00000" in layer_outputs.compared(*pair, 2)
