@@ -108,3 +108,20 @@ def test_other_steps_are_not_compared() -> None:
     in_graphs = {name: (rows[:ROWS], [ROWS]) for name, (rows, _) in taken.items()}
     for pair in ((taken, in_graphs), (in_graphs, taken)):
         assert "layer 1 sum: prompts least 1.00000 mean 1.00000" in layer_outputs.compared(*pair, 2)
+
+
+def test_given_routes_of_the_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from bench.engines import random_experts
+
+    monkeypatch.setitem(random_experts.NARROW, "hidden_size", 128)
+    with torch.inference_mode():
+        model = random_experts.model_of(2, 32)
+        ids = torch.arange(10).view(2, 5)
+        runs = [random_experts.run(model, ids, noise=noise, given=True) for noise in (False, False, True)]
+        own = random_experts.run(model, ids, noise=False, given=False)
+    (first, chosen), (again, _), (noisy, others) = runs
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(chosen, others, strict=True)) and chosen[0].shape == (10, 10)
+    assert not torch.equal(first[0], noisy[0]) and not torch.equal(chosen[0], own[1][0])
+    assert torch.nn.functional.cosine_similarity(first[1].float(), noisy[1].float(), dim=-1).min() > 0.99
