@@ -29,6 +29,7 @@ import jitfp4.integrations.vllm as plugin
 from bench.engines.models import VARIANTS, config_of, fill, fill_values, in_fp4, seed
 from jitfp4.integrations.vllm.delta_rule import Fp4ModelGatedDeltaNet, Fp4ModelRMSNormGated
 from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod
+from jitfp4.integrations.vllm.norms import Fp4ModelGemmaRMSNorm
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, unpack_e2m1
 from tests.support.vllm_layers import define_routing, one_rank
 
@@ -73,7 +74,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     config = VllmConfig(
         model_config=ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512),
         device_config=DeviceConfig(device="cpu"),
-        compilation_config=CompilationConfig(mode=0, custom_ops=["none", "+rms_norm_gated"]),
+        compilation_config=CompilationConfig(mode=0, custom_ops=["none", "+rms_norm_gated", "+gemma_rms_norm"]),
     )
     before = torch.get_default_dtype()
     with set_current_vllm_config(config), torch.no_grad():
@@ -201,6 +202,7 @@ def test_layers_are_those_of_transformers(made: Any) -> None:
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda _layer, _given, out, index=index: got[index].append(out[0] + out[1]))
         assert isinstance(layer.mlp.experts.routed_experts.quant_method, Fp4ExpertsMethod)
+        assert type(layer.input_layernorm) is Fp4ModelGemmaRMSNorm and layer.input_layernorm.by_jitfp4
         if hasattr(layer, "linear_attn"):
             rule = layer.linear_attn
             assert type(rule) is Fp4ModelGatedDeltaNet and type(rule.norm) is Fp4ModelRMSNormGated and rule.by_jitfp4
