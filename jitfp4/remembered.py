@@ -189,7 +189,7 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
         step.tensors[0].get_device(),
         take([owners[number][1] if number in owners else number for number in chosen]),
         offsets if any(offsets) else (),
-        (*conditions, *((_at_one_place, twins) for twins in numbers.twins)),
+        (*conditions, *numbers.twins),
         tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
         tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
         tuple(places[a] for tensor in step.aligned if (a := tensor.data_ptr()) in places),
@@ -253,13 +253,15 @@ class _Numbers:
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self._known = list(given)
         self._places: dict[int, tuple[int, int]] = {}  # by address: a number, and the offset from that tensor
-        self.twins: list[tuple[int, int]] = []
+        self.twins: list[tuple[Callable[[torch.Tensor, torch.Tensor], bool], tuple[int, int]]] = []
         for number, tensor in enumerate(given):
             if tensor.numel():
                 first, _ = self._places.setdefault(tensor.data_ptr(), (number, 0))
                 if first != number:
-                    # it is not known which of them the kernel got: they must be equal again
-                    self.twins.append((first, number))
+                    # It is not known which of them the kernel got: they must be equal again. What a function does may
+                    # also depend on whether it was given one tensor twice.
+                    one = self._known[first] is tensor
+                    self.twins.append((operator.is_ if one else _at_one_place, (first, number)))
 
     def add(self, tensor: Any) -> None:
         """Give a tensor the next number. Raises _Unrepeatable when another one begins at its address."""

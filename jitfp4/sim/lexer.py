@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jitfp4.errors import SimParseError
 
 _TOKEN = re.compile(
     r"""
-    (?P<newline>\n)
-  | (?P<space>[ \t\r\f\v]+|//[^\n]*|/\*.*?\*/)
+    \s*(?:
+    (?P<word>[%$A-Za-z_][\w$]*(?:(?:\.|::)\w+)*)
+  | (?P<line>\.(?:version|target|address_size|file|loc)\b[^\n]*)
+  | (?P<section>\.section\s+\.debug\w*\s*\{[^}]*\})
+  | (?P<comment>//[^\n]*|/\*.*?\*/)
   | (?P<string>"(?:[^"\\\n]|\\.)*")
   | (?P<float>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b|\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
   | (?P<int>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+U?)
-  | (?P<word>[%$A-Za-z_][\w$]*(?:(?:\.|::)\w+)*)
   | (?P<directive>\.[A-Za-z_]\w*(?:::\w+)*)
   | (?P<punct>[@!{}()\[\]<>,;:|+\-=*/&~^?])
+  | (?P<end>\Z)
+    )
     """,
     re.VERBOSE | re.DOTALL,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """``kind`` is a group name of the grammar, or ``end``. ``start`` and ``end`` slice the source."""
+class Token(NamedTuple):
+    """``kind`` is a group name of the grammar; ``line`` is a directive with the rest of its line, ``section`` is a
+    whole one for debuggers. ``start`` and ``end`` slice the source.
+    """
 
     kind: str
     text: str
@@ -36,18 +41,18 @@ class Token:
 def tokenize(source: str) -> list[Token]:
     """The tokens of a PTX file, without blanks and comments, closed by one ``end`` token."""
     tokens: list[Token] = []
-    position, line = 0, 1
-    while position < len(source):
-        match = _TOKEN.match(source, position)
-        if match is None:
-            raise SimParseError(f"PTX line {line}: unexpected character {source[position]!r}")
-        kind, text = str(match.lastgroup), match.group()
-        if kind not in ("newline", "space"):
-            tokens.append(Token(kind, text, line, position, match.end()))
-        line += text.count("\n")
-        position = match.end()
-    tokens.append(Token("end", "", line, len(source), len(source)))
-    return tokens
+    line, counted, position = 1, 0, 0
+    while match := _TOKEN.match(source, position):
+        kind = str(match.lastgroup)
+        start, position = match.span(kind)
+        line, counted = line + source.count("\n", counted, start), start
+        if kind != "comment":
+            tokens.append(Token(kind, match[kind], line, start, position))
+        if kind == "end":
+            return tokens
+    position = len(source) - len(source[position:].lstrip())
+    line += source.count("\n", counted, position)
+    raise SimParseError(f"PTX line {line}: unexpected character {source[position]!r}")
 
 
 class Cursor:
@@ -68,10 +73,9 @@ class Cursor:
         return token
 
     def accept(self, text: str) -> bool:
-        if self.token.text == text and self.token.kind != "end":
-            self.at += 1
-            return True
-        return False
+        found = self.tokens[self.at].text == text
+        self.at += found
+        return found
 
     def expect(self, text: str) -> Token:
         if self.token.text != text:

@@ -98,6 +98,8 @@ class Operands(Cursor):
 
     def primary(self) -> Operand:
         token = self.token
+        if token.kind == "word":
+            return self.name()
         if self.accept("{"):
             return Vec(self.separated("}", self.operand))
         if self.accept("("):
@@ -111,9 +113,7 @@ class Operands(Cursor):
             return Not(reg)
         if token.kind in ("int", "float") or token.text in ("-", "+"):
             return self.literal()
-        if token.kind != "word":
-            raise self.error("unknown operand")
-        return self.name()
+        raise self.error("unknown operand")
 
     def literal(self) -> Imm:
         negative = self.accept("-")

@@ -24,7 +24,6 @@ from jitfp4.sim.ptx import (
     Variable,
 )
 
-_LINE_DIRECTIVES = frozenset((".version", ".target", ".address_size", ".file", ".loc"))
 _FUNCTION_DIRECTIVES = frozenset(
     (
         *(".maxntid", ".reqntid", ".minnctapersm", ".maxnctapersm", ".maxnreg", ".noreturn"),
@@ -48,7 +47,7 @@ class _Parser(Operands):
     def parse(self) -> Module:
         while self.token.kind != "end":
             text = self.token.text
-            if text in _LINE_DIRECTIVES:
+            if self.token.kind == "line":
                 self.line_directive()
             elif text in _LINKAGE:
                 self.linkage()
@@ -56,10 +55,12 @@ class _Parser(Operands):
                 self.parse_function()
             elif text in _SPACES:
                 self.declaration(self.module.variables, extern=False)
-            elif text == ".section":
-                self.debug_section()
+            elif self.token.kind == "section":
+                self.next()  # data for debuggers, without an effect on execution
             elif text == ".pragma":
                 self.pragma()
+            elif text == ".section":
+                raise self.error("unknown section, or one that is not closed")
             elif text == ".alias":
                 raise self.error("aliases are not modelled")
             else:
@@ -75,33 +76,20 @@ class _Parser(Operands):
 
     def line_directive(self) -> None:
         """A directive that ends with its line. ``.loc`` names the CUDA source of the next instructions."""
-        first = self.next()
-        words = []
-        while self.token.line == first.line and self.token.kind != "end":
-            words.append(self.next().text)
-        if first.text == ".version":
+        token = self.next()
+        directive, *words = token.text.split()
+        if directive == ".version":
             major, minor = words[0].split(".")
             self.module.version = (int(major), int(minor))
-        elif first.text == ".target":
-            self.module.target = words[0]
-        elif first.text == ".address_size":
+        elif directive == ".target":
+            self.module.target = words[0].rstrip(",")
+        elif directive == ".address_size":
             if words != ["64"]:
-                raise self.error("only 64-bit addresses are modelled", first)
-        elif first.text == ".file":
-            self.module.files[int(words[0])] = words[1].strip('"')
+                raise self.error("only 64-bit addresses are modelled", token)
+        elif directive == ".file":
+            self.module.files[int(words[0])] = " ".join(words[1:]).strip('"')
         else:
             self.loc = Loc(int(words[0]), int(words[1]))
-
-    def debug_section(self) -> None:
-        """``.section .debug_... { }``: data for debuggers, without an effect on execution."""
-        self.next()
-        name = self.next()
-        if not name.text.startswith(".debug"):
-            raise self.error("unknown section", name)
-        self.expect("{")
-        while not self.accept("}"):
-            if self.next().kind == "end":
-                raise self.error("section is not closed", name)
 
     def pragma(self) -> None:
         """Hints to ptxas (unrolling, register use): without an effect on results."""
@@ -248,7 +236,7 @@ class _Parser(Operands):
         token = self.token
         if token.text == "{":
             self.block()
-        elif token.text in _LINE_DIRECTIVES:
+        elif token.kind == "line":
             self.line_directive()
         elif token.text == ".pragma":
             self.pragma()

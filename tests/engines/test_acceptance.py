@@ -1,4 +1,4 @@
-"""The oracle that acceptance.py compares FlashInfer's tests with: attention of one request in float32."""
+"""What FlashInfer's tests are compared with, attention of one request in float32, and how their ends are named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.engines.acceptance import _single_decode, _single_prefill
+from tests.engines.acceptance import DIFFERENT, _kind, _single_decode, _single_prefill
 
 QUERIES, KEYS, HEADS, KV_HEADS, DIM = 7, 9, 4, 2, 16
 
@@ -45,3 +45,11 @@ def test_decode_and_scales() -> None:
     seen = torch.ones(1, KEYS, dtype=torch.bool)
     expected = 3 * _torch(q[None], k, v, seen, DIM**-0.5 * 2 * 0.5)[0]
     torch.testing.assert_close(_single_decode(q, k, v, q_scale=2.0, k_scale=0.5, v_scale=3.0), expected)
+
+
+def test_what_differs_on_purpose_is_known_by_its_words() -> None:
+    for name, words in DIFFERENT.items():
+        assert _kind(name, AssertionError(f"... {words}; ...")) == "different"
+        assert _kind(name, AssertionError("Tensor-likes are not close!")) == "failed"
+        assert _kind("test_of_another_name", AssertionError(words)) == "failed"
+        assert _kind(name, RuntimeError(words)) == "failed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,7 +38,8 @@ CALLS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
 }
 """By kernel: a tactic, whether the call is one of many query tokens, and a case whose items are divided."""
 _FEW_SMS = dataclasses.replace(Arch.of("sm_90a"), num_sms=8)
-_PATTERNS: dict[str, Callable[[torch.Tensor], object]] = {
+_Fill = Callable[[torch.Tensor], object]
+_PATTERNS: dict[str, _Fill] = {
     "0x00": lambda space: space.zero_(),
     "0x01": lambda space: space.fill_(1),
     "0x7f": lambda space: space.fill_(0x7F),
@@ -48,6 +50,7 @@ _PATTERNS: dict[str, Callable[[torch.Tensor], object]] = {
     "counting": lambda space: space.view(torch.int32).copy_(torch.arange(space.numel() // 4)),
     "old_results": lambda _: None,
 }
+_BYTES: dict[str, _Fill] = {f"{byte:#04x}": functools.partial(torch.Tensor.fill_, value=byte) for byte in range(256)}
 _BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
@@ -77,19 +80,25 @@ def test_no_content_of_the_workspace_changes_a_bit(name: str, whole: bool) -> No
                 assert all(same), f"{name} on a workspace of {pattern}"
 
 
-@pytest.mark.sim
-@pytest.mark.compile
-def test_two_wrappers_and_a_stranger_share_a_buffer() -> None:
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param("cpu", marks=[pytest.mark.sim, pytest.mark.compile]), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_two_wrappers_and_a_stranger_share_a_buffer(place: str) -> None:
     """As SGLang's one buffer of torch.empty for wrappers of this library and of another one."""
-    space = torch.empty(1 << 22, dtype=torch.uint8).random_(0, 256)
-    decode = Case(lengths=(300,), kv_heads=1, kv_layout="NHD")
-    prefill = Case(lengths=(300,), q_lens=(20,), kv_heads=1, kv_layout="NHD")
+    space = torch.empty(1 << 22 if place == "cpu" else 128 << 20, dtype=torch.uint8, device=place).random_(0, 256)
+    length, pages = (300, 19) if place == "cpu" else (3004, 188)
+    decode = Case(lengths=(length,), kv_heads=1, kv_layout="NHD", device=place)
+    prefill = Case(lengths=(length,), q_lens=(20,), kv_heads=1, kv_layout="NHD", device=place)
     wrappers = jitfp4.BatchDecodeWithPagedKVCacheWrapper(space), jitfp4.BatchPrefillWithPagedKVCacheWrapper(space)
-    pages = torch.tensor([0, 19], dtype=torch.int32), torch.tensor([12], dtype=torch.int32)
-    with sim.device(_FEW_SMS), counted():
-        lists = pages[0], decode.block_tables[0, :19].contiguous(), pages[1]
+    ends, last = (torch.tensor(x, dtype=torch.int32, device=place) for x in ([0, pages], [12]))
+    with ExitStack() as stack:
+        if place == "cpu":
+            stack.enter_context(sim.device(_FEW_SMS))
+            stack.enter_context(counted())
+        lists = ends, decode.block_tables[0, :pages].contiguous(), last
         wrappers[0].plan(*lists, 8, 1, 128, 16, q_data_type="bfloat16", kv_data_type=torch.uint8, sm_scale=decode.bmm1)
-        lists = prefill.cum_seq_lens_q, pages[0], prefill.block_tables[0, :19].contiguous(), pages[1]
+        lists = prefill.cum_seq_lens_q, ends, prefill.block_tables[0, :pages].contiguous(), last
         wrappers[1].plan(
             *lists, 8, 1, 128, 16, causal=True, q_data_type="bfloat16", kv_data_type=torch.uint8, sm_scale=prefill.bmm1
         )
@@ -199,7 +208,7 @@ def test_no_content_of_the_workspace_changes_a_bit_on_a_gpu(name: str) -> None:
     expected = _run(name, case, case.workspace)
     assert case.workspace.any() == (name != "prefill"), "items are divided"
     space = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
-    for pattern, fill in _PATTERNS.items():
+    for pattern, fill in (_BYTES | _PATTERNS).items():
         fill(space)
         for _ in range(3):
             got = _run(name, case, space)

@@ -121,8 +121,9 @@ def test_pool_with_holes_and_a_skipped_request(index_dtype: torch.dtype) -> None
     check_pool("cpu", index_dtype)
 
 
-def test_other_writes() -> None:
-    check_other_writes("cpu")
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_other_writes(state_dtype: torch.dtype) -> None:
+    check_other_writes("cpu", state_dtype)
 
 
 POOL = 4
@@ -178,6 +179,32 @@ def test_a_slot_outside_the_pool_touches_nothing(name: str, tokens: int, place: 
     assert want_out[0].any() == (name != "initial_state_indices")
 
 
+@pytest.mark.parametrize(
+    "place", ["cpu", pytest.param("sm_90a", marks=SIM), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_without_a_slot_nothing_is_written_but_zeroes(state_dtype: torch.dtype, place: str) -> None:
+    """Neither slot 0 nor what lies before the pool, in both functions and into outputs of every dtype. FlashInfer's
+    kernels of bf16 states would use slot 0, and gated_delta_rule_mtp() there leaves rows of an output alone.
+    """
+    device = "cuda" if place == "cuda" else "cpu"
+    given = moved(case(3, 1, head_dim=128, state_dtype=state_dtype, pool=4), device)
+    given["initial_state_indices"] = torch.tensor([2, -1, -1], device=device)
+    memory = torch.cat([given["initial_state"][:1] * 0 + 7, given["initial_state"]])
+    alone = {name: x[:1] if name in "qkvab" else x for name, x in moved(given, device).items()}
+    alone["initial_state_indices"] = given["initial_state_indices"][:1]
+    with sim.device(place) if place.startswith("sm_") else nullcontext():
+        want, _ = gated_delta_rule_mtp(**alone)
+        for function, state in ((gated_delta_rule_mtp, {}), (gated_delta_rule_decode_pretranspose, {"state": None})):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                whole, output = memory.clone(), poisoned((3, 1, 2, 128), dtype, device)
+                out, pool = function(**(given | {"initial_state": whole[1:]}), **state, output=output)
+                assert out is output and not output[1:].any()
+                assert_same_bytes("output", output[:1], want.to(dtype))
+                assert_same_bytes("state", pool[2], alone["initial_state"][2])
+                assert_same_bytes("other slots", whole[[0, 1, 2, 4]], memory[[0, 1, 2, 4]])
+
+
 def test_update_is_the_default() -> None:
     arguments = case(1, 1)
     before = arguments["initial_state"].clone()
@@ -207,15 +234,18 @@ def test_both_orders_of_the_state_agree(head_dim: int, value_dim: int) -> None:
     check_both_orders(head_dim, value_dim)
 
 
-def test_slots_of_steps_replace_the_final_write() -> None:
-    """As in FlashInfer, which takes both lists and writes those of the steps."""
+def test_slots_of_steps_leave_the_final_write_where_slots_of_its_own_are_given() -> None:
+    """As FlashInfer's kernels of bf16 states have it: one list given twice is no list of its own."""
     given = case(2, 3, pool=8)
     slots, targets = torch.tensor([[2, 3, 4], [5, -1, 6]]), torch.tensor([7, 0])
     want_out, want = gated_delta_rule_mtp(**moved(given, "cpu"), ssm_state_indices=slots)
+    same = moved(given, "cpu")
+    gated_delta_rule_mtp(**same, ssm_state_indices=slots, output_state_indices=same["initial_state_indices"])
+    assert_same_bytes("pool, one list", same["initial_state"], want)
     out, pool = gated_delta_rule_mtp(**moved(given, "cpu"), ssm_state_indices=slots, output_state_indices=targets)
     assert_same_bytes("output", out, want_out)
-    assert_same_bytes("pool", pool, want)
-    assert_same_bytes("final slots", pool[targets], given["initial_state"][targets])
+    assert_same_bytes("final slots", pool[targets], pool[slots[:, -1]])
+    assert_same_bytes("other slots", pool[1:7], want[1:7])
 
 
 def test_drafts_on_states_of_their_own_keep_every_state() -> None:

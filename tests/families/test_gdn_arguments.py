@@ -204,3 +204,19 @@ def test_torch_compile_traces_the_whole_function() -> None:
 def test_meta_tensors_give_shapes() -> None:
     out, _ = gated_delta_rule_mtp(**moved(GOOD, "meta"))
     assert out.is_meta and out.shape == (2, 2, 2, 64)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_compile_tells_one_list_of_slots_from_two() -> None:
+    steps = torch.tensor([[2, 3], [4, 5]])
+
+    def model(arguments: Case, targets: torch.Tensor) -> torch.Tensor:
+        return gated_delta_rule_mtp(**arguments, ssm_state_indices=steps, output_state_indices=targets)[1]
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        for make in (lambda slots: slots, torch.clone, lambda slots: slots + 6):
+            want, got = moved(case(2, 2, pool=8), "cpu"), moved(case(2, 2, pool=8), "cpu")
+            model(want, make(want["initial_state_indices"]))
+            compiled(got, make(got["initial_state_indices"]))
+            assert_same_bytes("states", got["initial_state"], want["initial_state"])

@@ -234,6 +234,15 @@ def test_simulated_pools_strides_and_orders(arch: str) -> None:
         check_both_orders(64)
 
 
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
+@pytest.mark.parametrize("seed", [None, 1])
+def test_simulated_final_states_beside_those_of_tokens_do_not_race(seed: int | None, state_dtype: torch.dtype) -> None:
+    with sim.device("sm_90a", races=True, seed=seed):
+        check_other_writes("cpu", state_dtype)
+
+
 def check_without_slots(arch: str, tactic: WalkTactic) -> None:
     """Without a list of slots request n uses state n: the bytes of the same call with a list."""
     arguments = case(3, 1, exact_gates=True)
@@ -309,7 +318,8 @@ class TestOnGpu:
     def test_pools_strides_and_orders(self) -> None:
         check_pool("cuda", torch.int32)
         check_pool("cuda", torch.int64)
-        check_other_writes("cuda")
+        for state_dtype in STATE_TYPES:
+            check_other_writes("cuda", state_dtype)
         check_strides("cuda")
 
     def test_general_forms(self) -> None:

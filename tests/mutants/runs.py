@@ -166,7 +166,7 @@ def gates(tactic: WalkTactic, head_dim: int, tokens: int) -> Check:
 
 
 def gdn_writes(tactic: WalkTactic) -> Check:
-    """Final states to other slots, states of every token to slots of the pool."""
+    """Final states to other slots, states of every token to slots of the pool, and both."""
 
     def run(arch: str) -> None:
         with sim.device(arch), GATED_DELTA_RULE.forced(tactic):

@@ -132,12 +132,12 @@ def check_pool(device: str, index_dtype: torch.dtype = torch.int64) -> None:
     assert_same_bytes("steps of other requests", steps[4], untouched[4])
 
 
-def check_other_writes(device: str) -> None:
-    """Final states to other slots, states of every token to slots of the pool, and no write at all."""
-    arguments = moved(case(2, 3, pool=8), device)
+def check_other_writes(device: str, state_dtype: torch.dtype = torch.float32) -> None:
+    """Final states to other slots, states of every token to slots of the pool, both, and no write at all."""
+    arguments = moved(case(2, 3, pool=8, state_dtype=state_dtype), device)
     arguments["initial_state_indices"] = torch.tensor([6, 1], device=device)
     before = arguments["initial_state"].clone()
-    wanted = torch.empty(2, 3, *before.shape[1:], device=device)
+    wanted = before.new_empty(2, 3, *before.shape[1:])
     out, pool = gated_delta_rule_mtp(**arguments, intermediate_states_buffer=wanted, disable_state_update=True)
     assert_same_bytes("pool without update", pool, before)
 
@@ -160,6 +160,23 @@ def check_other_writes(device: str) -> None:
     pool = gated_delta_rule_mtp(**arguments, ssm_state_indices=slots)[1]
     for (n, t), slot in zip(((0, 2), (1, 2), (1, 1)), (2, 4, 5), strict=True):
         assert_same_bytes(f"slot {slot}, written more than once", pool[slot], wanted[n, t])
+
+    slots = torch.tensor([[2, 3, -1], [4, -1, 5]], dtype=torch.int32, device=device)
+    stay = arguments["initial_state_indices"]
+    for name, targets, finals in (
+        ("other slots", [7, -1], {7: 0}),
+        ("a slot of a token", [3, 0], {3: 0, 0: 1}),
+        ("the initial slots in another tensor", stay, {6: 0, 1: 1}),
+        ("the initial slots' own tensor", None, {}),
+    ):
+        arguments["initial_state"] = before.clone()
+        given = stay if targets is None else torch.as_tensor(targets, device=device).clone()
+        again, pool = gated_delta_rule_mtp(**arguments, ssm_state_indices=slots, output_state_indices=given)
+        assert_same_bytes(f"output, {name}", again, out)
+        states = {2: wanted[0, 0], 3: wanted[0, 1], 4: wanted[1, 0], 5: wanted[1, 2]}
+        states |= {slot: wanted[n, 2] for slot, n in finals.items()}
+        for slot in range(8):
+            assert_same_bytes(f"slot {slot}, {name}", pool[slot], states.get(slot, before[slot]))
 
 
 def check_graph_replay(tokens: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import pytest
@@ -145,6 +147,27 @@ class TestArguments:
         total(one, other)
         total(other, one)
         assert len(launched) == 2 and launched[1].repeated[0][:2] == (other.data_ptr(), one.data_ptr())
+
+    def test_one_tensor_twice_is_another_call_than_two_at_one_address(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ran.append(a is b)
+            if a is not b:
+                replay.require(operator.is_not, a, b)
+            out = torch.empty(4)
+            replay.note(Step(FakeLaunch(), (a, b, out), (), ()))
+            return out
+
+        for first, then in itertools.permutations((lambda x: x, lambda x: x[:], torch.clone), 2):
+            replay.forget()
+            ran.clear()
+            for _ in range(2):
+                for make in (first, then):
+                    x = aligned(4)
+                    function(x, make(x))
+            assert len(ran) == len({*ran}) or ran == [False, False], "two tensors, once at one address and once not"
 
     def test_a_result_that_is_part_of_something_larger_is_not_repeated(self) -> None:
         ran = []

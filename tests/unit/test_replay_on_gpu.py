@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -145,6 +146,30 @@ class TestOnGpu:
         for _ in range(2):
             shared = given["q"].clone()
             assert_same("result", outcome("gated_delta_rule_mtp", moved(given) | {"q": shared, "k": shared}), want)
+
+    def test_one_list_of_slots_and_two(self) -> None:
+        """With ssm_state_indices the final state is written where the lists are two tensors, in whatever order."""
+        given = moved(delta_rule(0) | {"ssm_state_indices": torch.full((3, 2), -1, device="cuda")})
+        makes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "one": lambda slots: slots,
+            "another": torch.clone,
+            "a view": lambda slots: slots[:],
+        }
+
+        def called(make: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+            arguments = moved(given)
+            arguments["output_state_indices"] = make(arguments["initial_state_indices"])
+            return outcome("gated_delta_rule_mtp", arguments)
+
+        with replay.suspended():
+            want = {name: called(make) for name, make in makes.items()}
+        assert torch.equal(want["one"][1], given["initial_state"]) and not torch.equal(
+            *(want[n][1] for n in list(want)[:2])
+        )
+        for first in itertools.permutations(makes):
+            replay.forget()
+            for name in (*first, *first):
+                assert_same(f"{name} of {first}", called(makes[name]), want[name])
 
     def test_two_threads_and_two_streams(self) -> None:
         scale = torch.ones(1, device="cuda")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
+from jitfp4 import replay
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.checks import Call
 from jitfp4.public import public
@@ -47,8 +50,10 @@ def gated_delta_rule_mtp(
             heads of a slot, may have any strides without overlap. Like every argument that is written, it shares no
             memory with another one.
         initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative slot is skipped:
-            its output is zero, and no state is read or written. In every list of slots, a slot beyond the pool is an
-            error on the CPU; on the GPU, where the host reads no values, it counts as negative.
+            its output is zero, also in an ``output`` that was given, and no state is read or written. (FlashInfer
+            leaves rows of a given ``output`` alone, and its kernels of bf16 states use slot 0 for such a request.) In
+            every list of slots, a slot beyond the pool is an error on the CPU; on the GPU, where the host reads no
+            values, it counts as negative.
         A_log: [HV] float32.
         a: [B, T, HV], q's dtype or float32, heads dense, the decay gate before its non-linearity.
         dt_bias: [HV] float32, bf16 or fp16.
@@ -58,15 +63,17 @@ def gated_delta_rule_mtp(
             than q's gets a copy of the values that were rounded to q's dtype.
         intermediate_states_buffer: [>= B, >= T, HV, V, K], initial_state's dtype, strided like initial_state; element
             [request, token] receives the state after that token.
-        ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that receives the state after each token,
-            instead of the final write; with a negative slot, the state is not stored. Excludes
-            intermediate_states_buffer and disable_state_update.
+        ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that receives the state after each token;
+            with a negative slot, the state is not stored. Excludes intermediate_states_buffer and
+            disable_state_update.
         disable_state_update: do not write initial_state. None means False: the final state is written back.
             (FlashInfer's releases warn and take None for True; an engine that relies on that passes True.)
         use_qk_l2norm: divide q and k by their l2 norms.
         output_state_indices: [B] int32 or int64, the slot that receives the final state; with a negative slot, the
-            state is not stored. None means initial_state_indices. With ssm_state_indices there is no final write, so
-            these slots are not written. (FlashInfer writes them where they are other than initial_state_indices.)
+            state is not stored. None means initial_state_indices. With ssm_state_indices, None and the tensor
+            initial_state_indices itself mean that no slot receives it, so that the initial state stays; any other
+            tensor, whatever it holds, is written as well, after the states of the tokens. (So do FlashInfer's kernels
+            of bf16 states; those of float32 states write no final state beside ssm_state_indices.)
         cache_replayssm, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta: not supported; False and None.
             FlashInfer has them for data-center Blackwell only. Keep states with intermediate_states_buffer instead.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
@@ -111,6 +118,12 @@ def gated_delta_rule_mtp(
                 raise ArgumentError(name, "a value", "None together with ssm_state_indices")
     if intermediate_states_buffer is not None:
         check.steps("intermediate_states_buffer", intermediate_states_buffer)
+    update_state = not disable_state_update
+    if ssm_state_indices is not None:
+        update_state = False
+        if output_state_indices is not None and output_state_indices is not initial_state_indices:
+            update_state = True
+            replay.require(operator.is_not, output_state_indices, initial_state_indices)
     return check.run(
         scale,
         output,
@@ -118,7 +131,7 @@ def gated_delta_rule_mtp(
         output_state_indices,
         intermediate_states_buffer,
         ssm_state_indices,
-        update_state=not disable_state_update and ssm_state_indices is None,
+        update_state=update_state,
         use_qk_l2norm=use_qk_l2norm,
         enable_pdl=enable_pdl,
     )
