@@ -120,6 +120,7 @@ MODELS = {
 }
 OF_CHECKPOINTS = ("llama", "qwen3_moe")  # kinds that get their weights as a checkpoint
 _STD = 0.02  # of weights
+_EXPERTS = 32  # that are filled at once
 _ENCODE = 190.0  # makes the standard deviation of NVFP4 codes that of the weights
 _EXPONENTS = (119, 122)  # of UE8M0: likewise for MXFP4 codes
 _RATES = (0.01, 16.0)  # of decay: exp(A_log)
@@ -224,7 +225,8 @@ def fill_values(name: str, tensor: Any) -> None:
     fill(f"{name}_packed", codes)
     fill(f"{name}_scale", scales)
     parts = (tensor, codes, scales) if tensor.dim() == 3 else (part.unsqueeze(0) for part in (tensor, codes, scales))
-    for part, code, scale in zip(*parts, strict=True):  # experts one by one: float32 takes eight times more
+    some = (part.split(_EXPERTS) for part in parts)
+    for part, code, scale in zip(*some, strict=True):  # some experts at once: float32 takes eight times more
         values = decode_e2m1(unpack_e2m1(code)).unflatten(-1, (-1, 16))
         part.copy_((values * (scale.float() / _ENCODE).unsqueeze(-1)).flatten(-2))
 
@@ -237,7 +239,7 @@ def fill(name: str, tensor: Any) -> None:
     if tensor.dtype == torch.uint8:
         tensor.random_(*(_EXPONENTS if name.endswith("weight_scale") else (0, 256)), generator=made)
     elif tensor.dtype == torch.float8_e4m3fn:
-        for part in tensor if tensor.dim() == 3 else (tensor,):  # experts one by one: float32 takes four times more
+        for part in tensor.split(_EXPERTS) if tensor.dim() == 3 else (tensor,):  # float32 takes four times more
             part.copy_(torch.rand(part.shape, device=part.device, generator=made).mul_(1.5).add_(0.5))
     elif "global_scale" in name:
         tensor.fill_(_ENCODE)
