@@ -129,6 +129,7 @@ SECTIONS = {  # of docs/engines.md: the file of results, and the model
     "Llama-3.1-8B": ("vllm", "llama-3.1-8b"),
     "Qwen3-30B-A3B": ("vllm_experts", "qwen3-30b-a3b"),
     "gpt-oss-20b": ("vllm_experts", "gpt-oss-20b"),
+    "Qwen3-Next-80B-A3B": ("vllm_next", "qwen3-next-80b-a3b"),
     "64 requests of 8192 tokens": ("vllm_long", "llama-3.1-8b"),
 }
 
