@@ -125,7 +125,7 @@ _ENCODE = 190.0  # makes the standard deviation of NVFP4 codes that of the weigh
 _EXPONENTS = (119, 122)  # of UE8M0: likewise for MXFP4 codes
 _RATES = (0.01, 16.0)  # of decay: exp(A_log)
 _KEPT = ["lm_head", "re:.*mlp[.]gate$", "re:.*shared_expert_gate$", "re:.*in_proj_ba$"]
-_CAPTURED = (1, 8, 64)  # batches that have a CUDA graph
+CAPTURED = (1, 8, 64)  # batches that have a CUDA graph
 
 
 class Variant(NamedTuple):
@@ -326,7 +326,7 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
     register_loader()
     folder = Path(tempfile.mkdtemp(prefix="model_"))
     (folder / "config.json").write_text(json.dumps(config_of(model, variant, layers)))
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(_CAPTURED)}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(CAPTURED)}
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
