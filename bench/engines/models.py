@@ -152,6 +152,7 @@ VARIANTS = {
     "own-rounded": Variant(rounds=True),
     "plugin": Variant(plugin=True),
     "plugin-fp8": Variant(plugin=True, activations="fp8"),
+    "plugin-rounded": Variant(plugin=True, rounds=True),
     "plugin-attention": Variant(plugin=True, backend="CUSTOM"),
     "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
     "plugin-2": Variant(plugin=True, ranks=2),

@@ -57,6 +57,8 @@ PAIRS = (
     ("plugin-fp8", "plugin"),
     ("plugin-attention", "own"),
     ("plugin-kv", "own-rounded"),
+    ("plugin-kv", "plugin-rounded"),
+    ("plugin-rounded", "plugin"),
     ("own-rounded", "own"),
     ("plugin-kv", "own"),
     ("plugin-2", "plugin"),
