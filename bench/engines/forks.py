@@ -41,11 +41,6 @@ def use_recorded_gpu() -> None:
         setattr(torch.cuda, name, answer)
 
 
-def forked(run: Callable[[], None], log: Path, limit: float) -> int:
-    """Run a fork, its output in a file; returns its exit status, -9 after more seconds than the limit."""
-    return finished(begun(run, log), log, limit)
-
-
 def begun(run: Callable[[], None], log: Path) -> int:
     """Begin a fork, its output in a file; returns its id."""
     child = os.fork()

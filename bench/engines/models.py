@@ -120,11 +120,12 @@ MODELS = {
 }
 OF_CHECKPOINTS = ("llama", "qwen3_moe")  # kinds that get their weights as a checkpoint
 _STD = 0.02  # of weights
+_EXPERTS = 32  # that are filled at once
 _ENCODE = 190.0  # makes the standard deviation of NVFP4 codes that of the weights
 _EXPONENTS = (119, 122)  # of UE8M0: likewise for MXFP4 codes
 _RATES = (0.01, 16.0)  # of decay: exp(A_log)
 _KEPT = ["lm_head", "re:.*mlp[.]gate$", "re:.*shared_expert_gate$", "re:.*in_proj_ba$"]
-_CAPTURED = (1, 8, 64)  # batches that have a CUDA graph
+CAPTURED = (1, 8, 64)  # batches that have a CUDA graph
 
 
 class Variant(NamedTuple):
@@ -151,6 +152,7 @@ VARIANTS = {
     "own-rounded": Variant(rounds=True),
     "plugin": Variant(plugin=True),
     "plugin-fp8": Variant(plugin=True, activations="fp8"),
+    "plugin-rounded": Variant(plugin=True, rounds=True),
     "plugin-attention": Variant(plugin=True, backend="CUSTOM"),
     "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
     "plugin-2": Variant(plugin=True, ranks=2),
@@ -196,12 +198,15 @@ def set_environment() -> None:
 
 
 def seed(model: Any, *, of_fp4: bool = False) -> None:
-    """Fill the parameters of a model that an engine made, each by its name; with the values of its FP4 form, too."""
-    for name, tensor in model.state_dict().items():
-        (fill_values if of_fp4 and _in_fp4(name) else fill)(name, tensor)
+    """Fill the parameters of a model that an engine made, by their names; with the values of its FP4 form, too.
+
+    vLLM's experts hold their router and their shared expert once more: each is filled once, by its first name.
+    """
+    for name, parameter in model.named_parameters():
+        (fill_values if of_fp4 and in_fp4(name) else fill)(name, parameter.data)
 
 
-def _in_fp4(name: str) -> bool:
+def in_fp4(name: str) -> bool:
     """Whether FP4 variants have codes for this tensor of the model in bf16."""
     layer, _, kind = name.rpartition(".")
     if not kind.endswith("weight") or "norm" in name or layer.endswith(("embed_tokens", "conv1d")):
@@ -221,7 +226,8 @@ def fill_values(name: str, tensor: Any) -> None:
     fill(f"{name}_packed", codes)
     fill(f"{name}_scale", scales)
     parts = (tensor, codes, scales) if tensor.dim() == 3 else (part.unsqueeze(0) for part in (tensor, codes, scales))
-    for part, code, scale in zip(*parts, strict=True):  # experts one by one: float32 takes eight times more
+    some = (part.split(_EXPERTS) for part in parts)
+    for part, code, scale in zip(*some, strict=True):  # some experts at once: float32 takes eight times more
         values = decode_e2m1(unpack_e2m1(code)).unflatten(-1, (-1, 16))
         part.copy_((values * (scale.float() / _ENCODE).unsqueeze(-1)).flatten(-2))
 
@@ -234,7 +240,7 @@ def fill(name: str, tensor: Any) -> None:
     if tensor.dtype == torch.uint8:
         tensor.random_(*(_EXPONENTS if name.endswith("weight_scale") else (0, 256)), generator=made)
     elif tensor.dtype == torch.float8_e4m3fn:
-        for part in tensor if tensor.dim() == 3 else (tensor,):  # experts one by one: float32 takes four times more
+        for part in tensor.split(_EXPERTS) if tensor.dim() == 3 else (tensor,):  # float32 takes four times more
             part.copy_(torch.rand(part.shape, device=part.device, generator=made).mul_(1.5).add_(0.5))
     elif "global_scale" in name:
         tensor.fill_(_ENCODE)
@@ -274,7 +280,7 @@ def checkpoint(config: Any, device: str) -> Iterator[tuple[str, Any]]:
         shapes[f"{name}.weight"] = (vocabulary, width), torch.bfloat16
     for name, (shape, dtype) in shapes.items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        (fill_values if getattr(config, "of_fp4", False) and _in_fp4(name) else fill)(name, tensor)
+        (fill_values if getattr(config, "of_fp4", False) and in_fp4(name) else fill)(name, tensor)
         yield name, tensor
 
 
@@ -321,7 +327,7 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
     register_loader()
     folder = Path(tempfile.mkdtemp(prefix="model_"))
     (folder / "config.json").write_text(json.dumps(config_of(model, variant, layers)))
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(_CAPTURED)}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(CAPTURED)}
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,

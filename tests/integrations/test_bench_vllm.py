@@ -35,7 +35,8 @@ def test_values_are_those_of_codes() -> None:
     shapes = {"a.mlp.experts.w13_weight": (3, 6, 32), "a.mlp.down_proj.weight": (6, 32)}
     kept = {"a.mlp.gate.weight": (4, 32), "embed_tokens.weight": (8, 32), "a.conv1d.weight": (4, 1, 4)}
     state = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in (shapes | kept).items()}
-    seed(SimpleNamespace(state_dict=lambda: state), of_fp4=True)
+    parameters = [(name, SimpleNamespace(data=tensor)) for name, tensor in state.items()]
+    seed(SimpleNamespace(named_parameters=lambda: parameters), of_fp4=True)
     for name, shape in shapes.items():
         codes = torch.zeros(*shape[:-1], 16, dtype=torch.uint8)
         scales = torch.zeros(*shape[:-1], 2).to(torch.float8_e4m3fn)
@@ -50,15 +51,30 @@ def test_values_are_those_of_codes() -> None:
         assert torch.equal(state[name], alone) and alone.any()
 
 
+def test_a_router_that_has_two_names_is_that_of_fp4_variants() -> None:
+    """vLLM's experts hold the router of their block; its second name is not one of those that FP4 leaves out."""
+
+    def block() -> torch.nn.Module:
+        mlp, experts = torch.nn.Module(), torch.nn.Module()
+        mlp.gate = experts.gate = torch.nn.Linear(32, 4, bias=False, dtype=torch.bfloat16)
+        mlp.experts = experts
+        return torch.nn.ModuleDict({"mlp": mlp})
+
+    values, fp4 = block(), block()
+    seed(values, of_fp4=True), seed(fp4)
+    assert "mlp.experts.gate.weight" in values.state_dict()
+    assert torch.equal(values["mlp"].gate.weight, fp4["mlp"].gate.weight)
+
+
 def test_noise_is_added_to_layers() -> None:
-    layer = torch.nn.Linear(64, 64)
+    layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     layer.quant_method = None
-    rows = torch.randn(3, 64)
+    rows = torch.randn(64, 64, dtype=torch.bfloat16)
     want = layer(rows).detach()
     vllm_decode.add_noise(torch.nn.Sequential(layer))
     with torch.no_grad():
-        error = (layer(rows) - want) / want
-    assert 0.3 * vllm_decode.NOISE < error.std() < 3 * vllm_decode.NOISE
+        error = ((layer(rows) - want) / want).float()
+    assert 0.05 < (error != 0).float().mean() < 0.3 and error.abs().max() < 4 * vllm_decode.NOISE + 2**-7
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, encode: torch.Tensor) -> torch.Tensor:
@@ -97,7 +113,7 @@ def test_cosines_do_not_see_what_softmax_does_not(tmp_path: Path, capsys: pytest
     assert torch.allclose(vllm_decode.cosines(own, own + 7), torch.ones(2, 3, dtype=torch.float64))
     torch.save(own, tmp_path / "a model own.pt")
     torch.save(torch.cat((own[:, :1], -own[:, 1:]), 1), tmp_path / "a model plugin.pt")
-    vllm_decode.compared("a model", "plugin", tmp_path)
+    vllm_decode.compared("a model", "plugin", ["own"], tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     one, minus = (f"least {cosine:.5f} mean {cosine:.5f}" for cosine in (1.0, -1.0))
     assert line == f"COSINE a model plugin to own: prompts {one}, steps {minus}"
@@ -113,6 +129,7 @@ SECTIONS = {  # of docs/engines.md: the file of results, and the model
     "Llama-3.1-8B": ("vllm", "llama-3.1-8b"),
     "Qwen3-30B-A3B": ("vllm_experts", "qwen3-30b-a3b"),
     "gpt-oss-20b": ("vllm_experts", "gpt-oss-20b"),
+    "Qwen3-Next-80B-A3B": ("vllm_next", "qwen3-next-80b-a3b"),
     "64 requests of 8192 tokens": ("vllm_long", "llama-3.1-8b"),
 }
 

@@ -206,11 +206,14 @@ def test_drafted_tokens(config: VllmConfig, state_dtype: torch.dtype) -> None:
 
 def test_what_stays_with_vllm(config: VllmConfig) -> None:
     layer = layer_of(config, torch.float32)
-    with patch.object(QwenGatedDeltaNetAttention, "_forward_core") as theirs:
-        for steps in (None, {}):  # while vLLM measures the memory that it needs
-            with set_forward_context(steps, config, num_tokens=1):
-                layer._forward_core(None, None, None, None)
-    assert theirs.call_count == 2
+    assert not layer.warms_up and layer.num_spec == 0
+    for warms_up in (False, True):  # while vLLM measures the memory that it needs
+        layer.warms_up = warms_up
+        with patch.object(QwenGatedDeltaNetAttention, "_forward_core") as theirs:
+            for steps in (None, {}):
+                with set_forward_context(steps, config, num_tokens=1):
+                    layer._forward_core(None, None, None, None)
+        assert theirs.call_count == 1 + warms_up
     plan = SimpleNamespace(flashinfer_checkpoint_plan=object(), spec_sequence_masks=None, num_actual_tokens=3)
     rows = torch.zeros(3, CHANNELS)
     assert not layer._serves(plan, rows)
@@ -220,6 +223,21 @@ def test_what_stays_with_vllm(config: VllmConfig) -> None:
     config.compilation_config.static_forward_context.clear()
     layer = QwenGatedDeltaNetAttention(TEXT, config, "model.layers.0.linear_attn", gqa_interleaved_layout=True)
     assert not layer.by_jitfp4 and not layer.norm.by_jitfp4
+
+
+def test_vllm_warms_its_kernels_up_where_it_may_call_them(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts beside prompts, and, since vLLM 0.33, states at borders of prefixes."""
+    held = config.compilation_config.static_forward_context
+    for mode, has_plans, expected in (("none", True, False), ("align", False, False), ("align", True, True)):
+        held.clear()
+        monkeypatch.setattr(config.cache_config, "mamba_cache_mode", mode)
+        metadata = SimpleNamespace(**({"flashinfer_checkpoint_plan": None} if has_plans else {}))
+        monkeypatch.setattr(delta_rule, "GDNAttentionMetadata", metadata)
+        assert layer_of(config, torch.bfloat16).warms_up == expected
+    held.clear()
+    with patch.object(delta_rule, "_has_fp4", return_value=False):
+        layer = QwenGatedDeltaNetAttention(TEXT, config, "model.layers.0.linear_attn", gqa_interleaved_layout=True)
+    assert layer.warms_up
 
 
 def test_the_gated_norm() -> None:

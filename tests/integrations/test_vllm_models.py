@@ -30,7 +30,7 @@ from bench.engines.models import MODELS, OF_CHECKPOINTS, VARIANTS, checkpoint, c
 from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
-from tests.support.vllm_layers import one_rank
+from tests.support.vllm_layers import define_routing, one_rank
 
 plugin.register()
 
@@ -55,25 +55,6 @@ SMALL = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-
-
-def define_routing() -> torch.library.Library:
-    """vLLM's operator that chooses experts; its extension is not here."""
-    library = torch.library.Library("_moe_C", "FRAGMENT")
-    name = "topk_softmax"
-    if not hasattr(torch.ops._moe_C, name):
-        outs = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) places"
-        rest = "Tensor? bias=None, Tensor? is_padding=None"  # the last since vLLM 0.33
-        library.define(f"{name}({outs}, Tensor logits, bool renormalize, {rest}) -> ()")
-
-        def choose(weights: Any, ids: Any, _: Any, logits: Any, renormalize: bool, *rest: Any) -> None:
-            assert not any(tensor is not None for tensor in rest)
-            values, chosen = logits.float().softmax(-1).topk(weights.shape[1])
-            weights.copy_(values / values.sum(-1, keepdim=True) if renormalize else values)
-            ids.copy_(chosen)
-
-        library.impl(name, choose, "CPU")
-    return library
 
 
 _library = define_routing()

@@ -15,15 +15,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vllm import envs
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 import jitfp4.integrations.vllm as plugin
-from jitfp4 import fused_add_rmsnorm, rmsnorm
+from jitfp4 import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from jitfp4.families.norm.kernels.rmsnorm import Problem
 from jitfp4.families.norm.plain import RMSNORM
 from jitfp4.formats import DType
 from jitfp4.integrations.vllm import norms
-from jitfp4.integrations.vllm.norms import Fp4ModelRMSNorm, register_norms
+from jitfp4.integrations.vllm.norms import Fp4ModelGemmaRMSNorm, Fp4ModelRMSNorm, register_norms
 from jitfp4.integrations.vllm.quantization import Jitfp4ModelOptConfig
 
 plugin.register()
@@ -71,6 +71,40 @@ def test_a_layer_gives_the_bytes_of_jitfp4(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected) and torch.equal(left, total)
     exact = total.double() * (total.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * layer.weight.double()
     assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+def test_gemma_s_layer_adds_one_to_its_weight() -> None:
+    layer = GemmaRMSNorm(H, EPS).bfloat16()
+    assert not layer.by_jitfp4  # made in float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    layer = GemmaRMSNorm(H, EPS)
+    torch.set_default_dtype(before)
+    assert type(layer) is Fp4ModelGemmaRMSNorm and layer.by_jitfp4
+    layer.weight.data.copy_(torch.randn(H))
+    x, residual = torch.randn(2, 5, H).bfloat16()
+    expected, total = x.clone(), residual.clone()
+    gemma_fused_add_rmsnorm(expected, total, layer.weight.data, EPS)
+    native = layer.forward_native(x, residual)
+    with patch.object(GemmaRMSNorm, "forward_cuda") as own:
+        alone = layer.forward_cuda(x)
+        out, left = layer.forward_cuda(x, residual)
+        assert not own.called
+        layer.forward_cuda(x.float())
+        assert own.called
+    assert torch.equal(out, expected) and torch.equal(left, total) and torch.equal(left, native[1])
+    assert ((out.double() - native[0].double()).abs() <= native[0].double().abs() * 2**-6 + 1e-3).all()
+    assert out.data_ptr() == x.data_ptr() and not torch.equal(alone, out)
+
+
+def test_gemma_s_layer_alone() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    layer = GemmaRMSNorm(H, EPS)
+    torch.set_default_dtype(before)
+    layer.weight.data.copy_(torch.randn(H))
+    x = torch.randn(5, H).bfloat16()
+    assert torch.equal(layer.forward_cuda(x), gemma_rmsnorm(x, layer.weight.data, EPS))
 
 
 def test_a_layer_loads_the_kernels_of_all_rows_that_a_step_can_have(config: VllmConfig) -> None:
@@ -133,6 +167,7 @@ def test_it_is_traced_as_one_operator_with_a_number_of_rows_that_is_a_symbol() -
 def test_registering_again_changes_nothing_and_leaves_another_plugin_s(caplog: pytest.LogCaptureFixture) -> None:
     plugin.register()
     assert op_registry_oot["RMSNorm"] is Fp4ModelRMSNorm
+    assert op_registry_oot["GemmaRMSNorm"] is Fp4ModelGemmaRMSNorm
     with patch.dict(op_registry_oot, {"RMSNorm": RMSNorm}):
         register_norms()
         assert op_registry_oot["RMSNorm"] is RMSNorm

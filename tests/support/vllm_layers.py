@@ -125,3 +125,22 @@ def check(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 def block_format_of(case: str) -> BlockFormat:
     return MXFP4 if case == "mxfp4" else NVFP4
+
+
+def define_routing() -> torch.library.Library:
+    """vLLM's operator that chooses experts; its extension is not here."""
+    library = torch.library.Library("_moe_C", "FRAGMENT")
+    name = "topk_softmax"
+    if not hasattr(torch.ops._moe_C, name):
+        outs = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) places"
+        rest = "Tensor? bias=None, Tensor? is_padding=None"  # the last since vLLM 0.33
+        library.define(f"{name}({outs}, Tensor logits, bool renormalize, {rest}) -> ()")
+
+        def choose(weights: Any, ids: Any, _: Any, logits: Any, renormalize: bool, *rest: Any) -> None:
+            assert not any(tensor is not None for tensor in rest)
+            values, chosen = logits.float().softmax(-1).topk(weights.shape[1])
+            weights.copy_(values / values.sum(-1, keepdim=True) if renormalize else values)
+            ids.copy_(chosen)
+
+        library.impl(name, choose, "CPU")
+    return library

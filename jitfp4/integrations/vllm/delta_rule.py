@@ -15,6 +15,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from jitfp4.dtypes import HALVES
 from jitfp4.families.conv import causal_conv1d_fn, causal_conv1d_update
@@ -38,7 +39,9 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
         self.shape = Shape(*heads, self.head_k_dim, self.head_v_dim, self.conv_kernel_size)
         self.by_jitfp4 = _has_fp4() and self.activation in SILU and self.shape.served
         dtype, state_dtype, *_ = self.get_state_dtype()
+        self.warms_up = True
         if self.by_jitfp4 and dtype in HALVES and state_dtype in STATE_DTYPES:
+            self.warms_up = self.num_spec > 0 or _leaves_states_at_borders()
             scheduler, drafted = get_current_vllm_config().scheduler_config, min(self.num_spec, MAX_TOKENS[-1] - 1)
             most = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafted)
             for step in self.shape.needed(HALVES[dtype], STATE_DTYPES[state_dtype], *most):
@@ -49,6 +52,8 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
     ) -> None:
         """Fill ``core_attn_out`` [tokens, heads, V] from queries, keys and values [tokens, channels] and the gates."""
         steps = get_forward_context().attn_metadata
+        if steps is None and not self.warms_up:  # vLLM would tune or compile its own kernels for prompts
+            return
         step: Any = steps.get(self.prefix) if isinstance(steps, dict) else None
         if step is None or not self._serves(step, mixed_qkv):
             super()._forward_core(mixed_qkv, b, a, core_attn_out)
@@ -179,6 +184,12 @@ class Fp4ModelRMSNormGated(RMSNormGated):
 
 def _has_fp4() -> bool:
     return isinstance(get_current_vllm_config().quant_config, tuple(CONFIGS.values()))
+
+
+def _leaves_states_at_borders() -> bool:
+    """Whether prompts may leave states where prefixes end, which vLLM's own kernels do, since 0.33."""
+    mode = getattr(get_current_vllm_config().cache_config, "mamba_cache_mode", "none")
+    return mode != "none" and hasattr(GDNAttentionMetadata, "flashinfer_checkpoint_plan")
 
 
 def _slots(step: Any, slots: torch.Tensor) -> torch.Tensor:
