@@ -54,7 +54,8 @@ PARTS = {
     "delta_rule": ("gdn_", "conv_"),
     "append": ("kv_quantize", "rope_append", "index_put", "index_copy"),
 }
-WARM_UP, REPLAYS, PREFILLS, PROFILED = 3, 20, 4, 4
+WARM_UP, REPLAYS, PROFILED = 3, 20, 4
+PROMPTS = 2  # read for a time; one more tells the parts
 CASES = [(batch, context) for batch in (1, 8, 64) for context in (2048, 8192, 32768)]
 READ_BYTES = 4 << 30
 LEAST_BYTES = 1 << 12  # of tensors that count
@@ -176,17 +177,17 @@ def time_ms(call: Callable[[], None], device: str, calls: int = REPLAYS) -> floa
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def parts_us(call: Callable[[], None]) -> dict[str, float]:
+def parts_us(call: Callable[[], None], calls: int) -> dict[str, float]:
     """Microseconds of kernels of one call, by part."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(PROFILED):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
     spent = dict.fromkeys((*PARTS, "other"), 0.0)
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             part = next((p for p, words in PARTS.items() if any(word in event.name for word in words)), "other")
-            spent[part] += event.device_time_total / PROFILED
+            spent[part] += event.device_time_total / calls
     return spent
 
 
@@ -236,7 +237,7 @@ def measure(model: Any, options: Options, batch: int, context: int) -> dict[str,
     ms = time_ms(call, device)
     bound = 1e3 * bytes_read(model, cache, context, batch) / bandwidth
     row = {"ms": round(ms, 3), "tokens_per_s": round(1e3 * batch / ms, 1), "bound_ms": round(bound, 3)}
-    return row | parts_of(call, ms, device)
+    return row | parts_of(call, ms, device, PROFILED)
 
 
 def prefilled(model: Any, options: Options, tokens: int) -> dict[str, object]:
@@ -249,13 +250,13 @@ def prefilled(model: Any, options: Options, tokens: int) -> dict[str, object]:
         cache.reset()
         model(ids, past_key_values=cache, logits_to_keep=1)
 
-    ms = time_ms(call, device, PREFILLS)
-    return {"ms": round(ms, 3), "tokens_per_s": round(1e3 * tokens / ms, 1)} | parts_of(call, ms, device)
+    ms = time_ms(call, device, PROMPTS)
+    return {"ms": round(ms, 3), "tokens_per_s": round(1e3 * tokens / ms, 1)} | parts_of(call, ms, device, 1)
 
 
-def parts_of(call: Callable[[], None], ms: float, device: str) -> dict[str, object]:
+def parts_of(call: Callable[[], None], ms: float, device: str, calls: int) -> dict[str, object]:
     """Where the time of a call goes, and the memory that is taken."""
-    parts = dict.fromkeys((*PARTS, "other"), 0.0) if device == "cpu" else parts_us(call)
+    parts = dict.fromkeys((*PARTS, "other"), 0.0) if device == "cpu" else parts_us(call, calls)
     row: dict[str, object] = {f"{part}_us": round(us, 1) for part, us in parts.items()}
     row["gaps_us"] = round(max(0.0, 1e3 * ms - sum(parts.values())), 1)
     row["memory_gib"] = 0.0 if device == "cpu" else round(torch.cuda.memory_allocated() / 2**30, 2)
