@@ -103,21 +103,21 @@ def best_step(after: Mapping[tuple[str, int, int, str], dict[str, float]], row: 
 def draw_models(folder: Path) -> None:
     """Whole models: how often the tokens per second of bf16, and tokens per second above the bars."""
     of_vllm = [*rows(folder, "vllm"), *rows(folder, "vllm_experts")]
-    of_torch = rows(folder, "model")
-    of_torch += [row | {"variant": "glue"} if row["variant"] == "w4-kv4" else row for row in rows(folder, "model_glue")]
+    of_torch = [row for row in rows(folder, "models") if row["context"] == "2048"]
     panels = (
         ("vLLM, Llama 3.1 8B", [row for row in of_vllm if row["model"] == "llama-3.1-8b"]),
         ("vLLM, Qwen3 30B A3B", [row for row in of_vllm if row["model"] == "qwen3-30b-a3b"]),
-        ("transformers, Llama 3.1 8B", [row for row in of_torch if row.get("context", "2048") == "2048"]),
+        ("transformers, Llama 3.1 8B", [row for row in of_torch if row["model"] == "llama-3.1-8b"]),
+        ("transformers, Qwen3 30B A3B", [row for row in of_torch if row["model"] == "qwen3-30b-a3b"]),
     )
     bars = {
         "16-bit floats (bf16)": ("0.7", ("bf16",)),
         "FP4 weights by the engine's own kernels": ("tab:orange", ("own",)),
-        "FP4 weights by jitfp4": ("tab:green", ("plugin", "w4")),
-        "FP4 weights and FP4 cache by jitfp4": ("darkgreen", ("plugin-kv", "glue")),
+        "FP4 weights by jitfp4": ("tab:green", ("plugin",)),
+        "FP4 weights and FP4 cache by jitfp4": ("darkgreen", ("plugin-kv", "w4-kv4")),
     }
-    figure = new_figure(15, 5)
-    axes = figure.subplots(1, 3, sharey=True)
+    figure = new_figure(18, 5)
+    axes = figure.subplots(1, 4, sharey=True)
     for axis, (title, measured) in zip(axes, panels, strict=True):
         rate = {(row["variant"], row["batch"]): float(row["tokens_per_s"]) for row in measured}
         batches = [batch for variant, batch in rate if variant == "bf16"]
@@ -134,7 +134,7 @@ def draw_models(folder: Path) -> None:
     axes[0].set(ylabel="times as fast as bf16", ylim=(0, 1.3 * axes[0].get_ylim()[1]))
     axes[0].legend(fontsize="small", loc="upper left")
     figure.suptitle("Speed of whole models in times of 16-bit floats; above each bar its tokens per second")
-    save(figure, folder, "models", "vllm", "vllm_experts", "model", "model_glue")
+    save(figure, folder, "models", "vllm", "vllm_experts", "models")
 
 
 CONTEXT_MODELS = {
