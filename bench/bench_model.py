@@ -1,7 +1,8 @@
 """Decode steps and prefills of whole models, through transformers: tokens a second, and where the time goes.
 
     python -m bench.bench_model [--model llama-3.1-8b qwen3-8b] [--case 1:2048 64:8192] [--prefill 8192]
-        [--variant bf16 w4 w4-kv4 w4-kv4-head4 transformers] [--glue compiled|plain] [--seconds 170] [--device cuda]
+        [--variant bf16 w4 w4-kv4 w4-kv4-head4 transformers] [--layers N] [--glue compiled|plain] [--seconds 170]
+        [--name model] [--device cuda]
 
 A step is what ``generate()`` does for a token of each request: the model, the greedy choice, the next positions; on a
 GPU, one CUDA graph that is replayed. Configurations are those of the published models, weights are random and made on
@@ -12,6 +13,9 @@ the append, SwiGLU and sums in kernels of jitfp4. For ``bf16``, ``--glue compile
 torch.compile for rotations, SwiGLU and the writing of pages; ``plain`` is transformers' own code. ``transformers`` is
 its own cache and attention with ``plain`` glue, in bf16, and is not among the variants by default. The others have
 layers of gated delta rules, and the norms of models that have such layers, in kernels of jitfp4.
+
+With ``--layers``, models have only their first ones, and names that say so. What the GPU's memory has no room for is
+printed and has no line. ``--name`` is that of the files, and ``model`` without it.
 
 With ``--prefill``, ``model_prefill.csv`` has a line for each number of tokens of one request's prompt, which is read at
 once into an empty cache; its kernels are launched one by one.
@@ -31,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -47,10 +51,12 @@ PARTS = {
     "experts": ("experts_", "grouped", "Grouped"),
     "linear": ("gemm", "gemv", "cutlass", "nvjet", "splitK", "cublas"),
     "attention": ("attention_", "flash", "fmha", "sdpa"),
+    "delta_rule": ("gdn_", "conv_"),
     "append": ("kv_quantize", "rope_append", "index_put", "index_copy"),
 }
-WARM_UP, REPLAYS, PREFILLS, PROFILED = 3, 20, 4, 4
-CASES = [(batch, context) for batch in (1, 8, 64) for context in (2048, 8192)]
+WARM_UP, REPLAYS, PROFILED = 3, 20, 4
+PROMPTS = 2  # read for a time; one more tells the parts
+CASES = [(batch, context) for batch in (1, 8, 64) for context in (2048, 8192, 32768)]
 READ_BYTES = 4 << 30
 LEAST_BYTES = 1 << 12  # of tensors that count
 
@@ -171,17 +177,17 @@ def time_ms(call: Callable[[], None], device: str, calls: int = REPLAYS) -> floa
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def parts_us(call: Callable[[], None]) -> dict[str, float]:
+def parts_us(call: Callable[[], None], calls: int) -> dict[str, float]:
     """Microseconds of kernels of one call, by part."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(PROFILED):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
     spent = dict.fromkeys((*PARTS, "other"), 0.0)
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             part = next((p for p, words in PARTS.items() if any(word in event.name for word in words)), "other")
-            spent[part] += event.device_time_total / PROFILED
+            spent[part] += event.device_time_total / calls
     return spent
 
 
@@ -212,8 +218,17 @@ def read_bandwidth(device: str) -> float:
     return 1e3 * x.nbytes / min(times)
 
 
-def measure(model: Any, variant: str, batch: int, context: int, bandwidth: float, device: str) -> dict[str, object]:
+class Options(NamedTuple):
+    """Of lines: what is in FP4, bytes a second that can be read, and the device."""
+
+    variant: str
+    bandwidth: float
+    device: str
+
+
+def measure(model: Any, options: Options, batch: int, context: int) -> dict[str, object]:
     """One line of decoding."""
+    variant, bandwidth, device = options
     cache = cache_of(model, variant, batch, context, device)
     step = Step(model, cache, batch, context, device)
     if device == "cpu":
@@ -222,11 +237,12 @@ def measure(model: Any, variant: str, batch: int, context: int, bandwidth: float
     ms = time_ms(call, device)
     bound = 1e3 * bytes_read(model, cache, context, batch) / bandwidth
     row = {"ms": round(ms, 3), "tokens_per_s": round(1e3 * batch / ms, 1), "bound_ms": round(bound, 3)}
-    return row | parts_of(call, ms, device)
+    return row | parts_of(call, ms, device, PROFILED)
 
 
-def prefilled(model: Any, variant: str, tokens: int, device: str) -> dict[str, object]:
+def prefilled(model: Any, options: Options, tokens: int) -> dict[str, object]:
     """One line of reading a prompt."""
+    variant, _, device = options
     cache = cache_of(model, variant, 1, tokens, device)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
 
@@ -234,13 +250,13 @@ def prefilled(model: Any, variant: str, tokens: int, device: str) -> dict[str, o
         cache.reset()
         model(ids, past_key_values=cache, logits_to_keep=1)
 
-    ms = time_ms(call, device, PREFILLS)
-    return {"ms": round(ms, 3), "tokens_per_s": round(1e3 * tokens / ms, 1)} | parts_of(call, ms, device)
+    ms = time_ms(call, device, PROMPTS)
+    return {"ms": round(ms, 3), "tokens_per_s": round(1e3 * tokens / ms, 1)} | parts_of(call, ms, device, 1)
 
 
-def parts_of(call: Callable[[], None], ms: float, device: str) -> dict[str, object]:
+def parts_of(call: Callable[[], None], ms: float, device: str, calls: int) -> dict[str, object]:
     """Where the time of a call goes, and the memory that is taken."""
-    parts = dict.fromkeys((*PARTS, "other"), 0.0) if device == "cpu" else parts_us(call)
+    parts = dict.fromkeys((*PARTS, "other"), 0.0) if device == "cpu" else parts_us(call, calls)
     row: dict[str, object] = {f"{part}_us": round(us, 1) for part, us in parts.items()}
     row["gaps_us"] = round(max(0.0, 1e3 * ms - sum(parts.values())), 1)
     row["memory_gib"] = 0.0 if device == "cpu" else round(torch.cuda.memory_allocated() / 2**30, 2)
@@ -254,20 +270,37 @@ def give_back(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def if_it_fits(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns, or None where the GPU's memory has no room for it."""
+    try:
+        return function(*arguments)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def config_of(name: str, layers: int | None) -> tuple[str, Any]:
+    """A model's name and configuration, with its first ``layers`` only if that is not None."""
+    config = MODELS[name].config()
+    if layers is None:
+        return name, config
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return f"{name.removesuffix('-80b-a3b')}-{layers}-layers", config
+
+
 def case(text: str) -> tuple[int, int]:
     """Requests and tokens of each."""
     batch, _, context = text.partition(":")
     return int(batch), int(context)
 
 
-def cases(model: Any, variant: str, bandwidth: float, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """What is to be measured of a model: the file, and a function that makes the line."""
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, int], Callable[..., dict[str, object]]]]:
+    """What is to be measured of a model: what the file's name ends with, the sizes, and what takes them."""
     for batch, context in options.case:
-        own = {"batch": batch, "context": context}
-        yield "model", lambda o=own: o | measure(model, variant, *o.values(), bandwidth, options.device)
+        yield "", {"batch": batch, "context": context}, measure
     for tokens in options.prefill:
-        own = {"tokens": tokens}
-        yield "model_prefill", lambda o=own: o | prefilled(model, variant, o["tokens"], options.device)
+        yield "_prefill", {"tokens": tokens}, prefilled
 
 
 @torch.no_grad()
@@ -278,33 +311,38 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="+", type=int, default=[], help="tokens of prompts")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS[:-1]))
     parser.add_argument("--glue", choices=("compiled", "plain"), default="compiled")
+    parser.add_argument("--layers", type=int, help="the first ones only")
     parser.add_argument("--seconds", type=float, default=170, help="begin no case later than this")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+    parser.add_argument("--name", default="model", help="of the files (default: model)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/h200")
     options = parser.parse_args()
     start, left = time.perf_counter(), 0
-    rows: dict[str, list[dict[str, object]]] = {"model": [], "model_prefill": []}
+    rows: dict[str, list[dict[str, object]]] = {"": [], "_prefill": []}
     register()
     bandwidth = read_bandwidth(options.device)
-    origin = stamp() | {"read_bandwidth": bandwidth}
+    origin = stamp() | {"transformers": transformers.__version__, "read_bandwidth": bandwidth}
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for name in options.model:
-        for variant in options.variant:
-            plain = options.glue == "plain" or variant == "transformers"
-            model = build(MODELS[name].config(), variant, options.device)
-            with glued(MODELS[name], plain), written(plain):
-                for file, line in cases(model, variant, bandwidth, options):
-                    if time.perf_counter() - start > options.seconds:
-                        left += 1
-                        continue
-                    row = {"model": name, "variant": variant, "glue": options.glue} | line()
-                    rows[file].append(row)
-                    write_results(options.out / file, rows[file], origin)
-                    give_back(options.device)
-                    text = " ".join(f"{key}={value}" for key, value in row.items())
-                    print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
-            del model
-            give_back(options.device)
+    for model_name, variant in itertools.product(options.model, options.variant):
+        plain = options.glue == "plain" or variant == "transformers"
+        name, config = config_of(model_name, options.layers)
+        model = if_it_fits(build, config, variant, options.device)
+        with glued(MODELS[model_name], plain), written(plain):
+            for file, sizes, line in cases(options):
+                if time.perf_counter() - start > options.seconds:
+                    left += 1
+                    continue
+                row: dict[str, object] = {"model": name, "variant": variant, "glue": options.glue} | sizes
+                own = Options(variant, bandwidth, options.device)
+                found = None if model is None else if_it_fits(line, model, own, *sizes.values())
+                give_back(options.device)
+                if found is not None:
+                    rows[file].append(row | found)
+                    write_results(options.out / f"{options.name}{file}", rows[file], origin)
+                text = " ".join(f"{key}={value}" for key, value in (row | (found or {"memory": "too little"})).items())
+                print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
+        del model
+        give_back(options.device)
     if left:
         print(f"{left} cases were not measured: {options.seconds} s had passed")
 

@@ -101,12 +101,6 @@ MODELS = {
     ),
     "gpt-oss-120b": Model("gpt_oss", "GptOss", transformers.GptOssConfig),
     "qwen3-next-80b-a3b": Model("qwen3_next", "Qwen3Next", transformers.Qwen3NextConfig),
-    "qwen3-next-32-layers": Model(  # of 48: so that it fits on an H200 in bf16, too
-        "qwen3_next", "Qwen3Next", lambda: transformers.Qwen3NextConfig(num_hidden_layers=32)
-    ),
-    "qwen3-next-16-layers": Model(  # and on an H100
-        "qwen3_next", "Qwen3Next", lambda: transformers.Qwen3NextConfig(num_hidden_layers=16)
-    ),
     "tiny": Model(
         "qwen3",
         "Qwen3",
@@ -118,58 +112,6 @@ MODELS = {
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=64,
-        ),
-    ),
-    "tiny-experts": Model(
-        "qwen3_moe",
-        "Qwen3Moe",
-        lambda: transformers.Qwen3MoeConfig(
-            vocab_size=128,
-            hidden_size=128,
-            moe_intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            num_experts=8,
-            num_experts_per_tok=2,
-        ),
-    ),
-    "tiny-gpt-oss": Model(
-        "gpt_oss",
-        "GptOss",
-        lambda: transformers.GptOssConfig(
-            vocab_size=128,
-            hidden_size=128,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
-    ),
-    "tiny-next": Model(
-        "qwen3_next",
-        "Qwen3Next",
-        lambda: transformers.Qwen3NextConfig(
-            vocab_size=128,
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            linear_num_key_heads=1,
-            linear_num_value_heads=2,
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-            num_experts=8,
-            num_experts_per_tok=2,
-            layer_types=["linear_attention", "full_attention"],
         ),
     ),
 }

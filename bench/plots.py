@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.pictures import cells, lines, new_figure, rows, save
-from bench.plots_models import draw_models, draw_serving, draw_step
+from bench.plots_models import draw_contexts, draw_models, draw_serving, draw_step
 
 
 def draw_quantize(folder: Path) -> None:
@@ -195,6 +195,7 @@ HOST_CALLS = (
 
 DRAWN = {
     "models": draw_models,
+    "contexts": draw_contexts,
     "quantize_grid": draw_quantize,
     "norm": draw_norm,
     "gdn": draw_gdn,

@@ -103,21 +103,21 @@ def best_step(after: Mapping[tuple[str, int, int, str], dict[str, float]], row: 
 def draw_models(folder: Path) -> None:
     """Whole models: how often the tokens per second of bf16, and tokens per second above the bars."""
     of_vllm = [*rows(folder, "vllm"), *rows(folder, "vllm_experts")]
-    of_torch = rows(folder, "model")
-    of_torch += [row | {"variant": "glue"} if row["variant"] == "w4-kv4" else row for row in rows(folder, "model_glue")]
+    of_torch = [row for row in rows(folder, "models") if row["context"] == "2048"]
     panels = (
         ("vLLM, Llama 3.1 8B", [row for row in of_vllm if row["model"] == "llama-3.1-8b"]),
         ("vLLM, Qwen3 30B A3B", [row for row in of_vllm if row["model"] == "qwen3-30b-a3b"]),
-        ("transformers, Llama 3.1 8B", [row for row in of_torch if row.get("context", "2048") == "2048"]),
+        ("transformers, Llama 3.1 8B", [row for row in of_torch if row["model"] == "llama-3.1-8b"]),
+        ("transformers, Qwen3 30B A3B", [row for row in of_torch if row["model"] == "qwen3-30b-a3b"]),
     )
     bars = {
         "16-bit floats (bf16)": ("0.7", ("bf16",)),
         "FP4 weights by the engine's own kernels": ("tab:orange", ("own",)),
-        "FP4 weights by jitfp4": ("tab:green", ("plugin", "w4")),
-        "FP4 weights and FP4 cache by jitfp4": ("darkgreen", ("plugin-kv", "glue")),
+        "FP4 weights by jitfp4": ("tab:green", ("plugin",)),
+        "FP4 weights and FP4 cache by jitfp4": ("darkgreen", ("plugin-kv", "w4-kv4")),
     }
-    figure = new_figure(15, 5)
-    axes = figure.subplots(1, 3, sharey=True)
+    figure = new_figure(18, 5)
+    axes = figure.subplots(1, 4, sharey=True)
     for axis, (title, measured) in zip(axes, panels, strict=True):
         rate = {(row["variant"], row["batch"]): float(row["tokens_per_s"]) for row in measured}
         batches = [batch for variant, batch in rate if variant == "bf16"]
@@ -134,4 +134,50 @@ def draw_models(folder: Path) -> None:
     axes[0].set(ylabel="times as fast as bf16", ylim=(0, 1.3 * axes[0].get_ylim()[1]))
     axes[0].legend(fontsize="small", loc="upper left")
     figure.suptitle("Speed of whole models in times of 16-bit floats; above each bar its tokens per second")
-    save(figure, folder, "models", "vllm", "vllm_experts", "model", "model_glue")
+    save(figure, folder, "models", "vllm", "vllm_experts", "models")
+
+
+CONTEXT_MODELS = {
+    "llama-3.1-8b": "Llama 3.1 8B",
+    "llama-3.1-70b": "Llama 3.1 70B",
+    "qwen3-30b-a3b": "Qwen3 30B A3B",
+    "gpt-oss-120b": "gpt-oss 120B",
+    "qwen3-next-80b-a3b": "Qwen3 Next 80B A3B",
+}
+CONTEXT_BARS = (
+    ("bf16", "bf16, where it fits and ran", "0.7"),
+    ("w4-kv4", "FP4 weights and FP4 cache", "tab:green"),
+)
+
+
+def draw_contexts(folder: Path) -> None:
+    """Steps of whole models by requests and context: in bf16 where it fits, in FP4, and the time of their bytes."""
+    files = [path.stem for path in sorted(folder.glob("models*.csv")) if not path.stem.endswith("_prefill")]
+    measured: dict[str, dict[tuple[str, int, int], Row]] = {}
+    for row in (row for file in files for row in rows(folder, file)):
+        measured.setdefault(row["model"], {})[row["variant"], int(row["batch"]), int(row["context"])] = row
+    order = sorted({(batch, context) for found in measured.values() for _, batch, context in found})
+    shown = {model: title for model, title in CONTEXT_MODELS.items() if model in measured}
+    figure = new_figure(18, 5)
+    for axis, (model, title) in zip(figure.subplots(1, len(shown), sharey=True), shown.items(), strict=True):
+        for shift, (variant, name, colour) in enumerate(CONTEXT_BARS):
+            own = [(i + 0.4 * shift - 0.2, measured[model].get((variant, *cell))) for i, cell in enumerate(order)]
+            there = [(x, row) for x, row in own if row is not None]
+            drawn = axis.bar(
+                [x for x, _ in there], [float(row["ms"]) for _, row in there], 0.38, color=colour, label=name
+            )
+            labels = [f"{float(row['tokens_per_s']):,.0f}" for _, row in there]
+            axis.bar_label(drawn, labels, fontsize="xx-small", rotation=90, padding=3)
+            for x, row in there:
+                axis.plot([x - 0.19, x + 0.19], [float(row["bound_ms"])] * 2, color="black", lw=1)
+        axis.set_xticks(range(len(order)), [f"{batch} x {context // 1024}k" for batch, context in order], rotation=90)
+        axis.set(title=title, yscale="log")
+    first = figure.axes[0]
+    first.set(ylabel="ms of a step", ylim=(first.get_ylim()[0], 3 * first.get_ylim()[1]))
+    first.yaxis.set_major_formatter("{x:g}")
+    first.legend(fontsize="small", loc="upper left")
+    figure.suptitle(
+        "One token of each request, whole models on one H200, requests x tokens of each. "
+        "Above: tokens per second. Black: the time to read the step's bytes"
+    )
+    save(figure, folder, "contexts", *files)

@@ -48,7 +48,8 @@ class W4A4(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
-        layer = on_device(quantized(linear.weight.data, linear.bias.data), str(linear.weight.device))
+        bias = None if linear.bias is None else linear.bias.data
+        layer = on_device(quantized(linear.weight.data, bias), str(linear.weight.device))
         self.run, _ = w4a4(layer, jitfp4.mm_fp4)
         self.features = linear.out_features
 
@@ -57,15 +58,15 @@ class W4A4(torch.nn.Module):
         return out.unflatten(0, x.shape[:-1])
 
 
-def model_in(way: str, folder: str, device: str) -> Any:
-    """The model in one of WAYS."""
+def model_in(way: str, folder: str, device: str, kind: Any = transformers.AutoModel) -> Any:
+    """The model in one of WAYS; ``kind`` is transformers' class for it. A head stays in floats."""
     options: dict[str, Any] = {"dtype": torch.float32 if way == "float32" else torch.bfloat16}
     if way == "w4a16":
         options["quantization_config"] = Jitfp4Config()
-    model = transformers.AutoModel.from_pretrained(folder, **options).eval().to(device)
+    model = kind.from_pretrained(folder, **options).eval().to(device)
     if way == "w4a4":
         for name, module in list(model.named_modules()):
-            if isinstance(module, torch.nn.Linear) and fits(module.weight):
+            if isinstance(module, torch.nn.Linear) and name != "lm_head" and fits(module.weight):
                 parent, _, child = name.rpartition(".")
                 setattr(model.get_submodule(parent), child, W4A4(module))
     return model

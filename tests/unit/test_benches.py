@@ -159,6 +159,32 @@ def test_the_table_of_decode_steps_is_that_of_the_records() -> None:
         assert [float(value) for value in line] == [pytest.approx(float(value), rel=0.02) for value in recorded]
 
 
+MODELS = {
+    "Llama-3.1-8B": "llama-3.1-8b",
+    "Llama-3.1-70B": "llama-3.1-70b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b",
+}
+
+
+def test_the_tables_of_whole_models_are_those_of_the_records() -> None:
+    text = (RESULTS.parents[1] / "docs/benchmarks.md").read_text()
+    recorded: dict[tuple[str, ...], float] = {}
+    for path in sorted((RESULTS / "h200").glob("models*.csv")):
+        for row in read(path):
+            sizes = (row["batch"], row["context"]) if "batch" in row else (row["tokens"],)
+            recorded[row["model"], row["variant"], *sizes] = float(row["ms"])
+    steps = [(batch, context) for batch in ("1", "8", "64") for context in ("2048", "8192", "32768")]
+    named = [line.split("|")[1:-1] for line in text.splitlines() if re.match(rf"\| ({'|'.join(MODELS)}) \|", line)]
+    found = {}
+    for name, kind, *values in ([value.strip() for value in line] for line in named):
+        sizes = steps if len(values) > 3 else [("2048",), ("8192",), ("32768",)]
+        of = MODELS[name], "bf16" if kind == "bf16" else "w4-kv4"
+        found |= {(*of, *size): float(value) for size, value in zip(sizes, values, strict=True) if value}
+    assert found == {key: pytest.approx(ms, rel=5e-3) for key, ms in recorded.items()}
+
+
 def test_what_was_chosen_from_a_search_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     run_main(load("bench_gemm"), "--part", "choose")
     buckets = [line for line in capsys.readouterr().out.splitlines() if line.startswith("m <= ")]

@@ -14,7 +14,15 @@ from tests.support.programs import FILES, ROOT, load, parser_of
 
 NEEDED = {  # packages that not every installation has; what measures a Triton kernel imports its module late
     "triton": ("triton_norm", "triton_quantize"),
-    "transformers": ("bench_load", "bench_model", "models", "nano_vllm", "qwen3_next_gdn", "sentence_similarity"),
+    "transformers": (
+        "bench_load",
+        "bench_model",
+        "models",
+        "nano_vllm",
+        "perplexity",
+        "qwen3_next_gdn",
+        "sentence_similarity",
+    ),
     "safetensors": ("nvfp4_linear", "quantize_weights"),
 }
 TEXTS = ("*.md", "docs/**/*.md", "bench/*.py", "examples/**/*", "jitfp4/**/*.md", "jitfp4/**/*.py", "tests/**/*.py")
