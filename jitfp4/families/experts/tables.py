@@ -81,8 +81,7 @@ _UP: tuple[Row[Any], ...] = (
         (NarrowTactic(8, 2, 1, 8, 2, 3), {"tiles_per_sm": 0.5}),  # the more warps, where CTAs are few
         (NarrowTactic(8, 2, 2, 8, 2, 1), {"tiles_per_sm": 1.0}),
         (_SMALL_CTAS, {"k": 2048, "tiles_per_sm": 2.0}),
-        (NarrowTactic(8, 3, 1, 4, 2, 4), {"k": 2048, "tiles_per_sm": 3.0}),
-        (_SMALL_CTAS, {"k": 2048}),
+        (NarrowTactic(8, 3, 1, 4, 2, 4), {"k": 2048}),
         (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
         (NarrowTactic(8, 3, 2, 4, 2, 2), {"k": 4096, "tiles_per_sm": 3.0}),
         (_SMALL_CTAS, {"tiles_per_sm": 4.0}),
