@@ -463,8 +463,7 @@ template <typename T> constexpr float kCodesUnit       = 0x1p7f;
 template <>           constexpr float kCodesUnit<bf16> = 1.0f;
 
 // As sign, last bits of the exponent and first bit of the mantissa, a code is its value times 2^-14 or 2^-126.
-// In fp16, attention/codes has a product in place of the shifts of `even`: one instruction less, but mm_fp4 of few rows
-// was slower with it.
+// attention/codes has another form in fp16, with a product in place of the shifts of `even`.
 template <typename T> __device__ void unpack_codes(uint32 (&pairs)[4], uint32 word);
 template <> __device__ __forceinline__ void unpack_codes<f16>(uint32 (&pairs)[4], uint32 word) {
   constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
