@@ -31,8 +31,13 @@ def is_free(root: Path, path: str) -> bool:
 
 
 def worker() -> int:
-    """A forked child that lives on and does nothing."""
-    return start_child(lambda: time.sleep(60))
+    """A forked child that lives on and does nothing. It runs when this returns: what a child does at first is done."""
+    runs, says = os.pipe()
+    child = start_child(lambda: (os.write(says, b"1"), time.sleep(60)))
+    os.close(says)
+    assert os.read(runs, 1)
+    os.close(runs)
+    return child
 
 
 def fork_during(moment: str, root: Path) -> int:
