@@ -14,7 +14,7 @@ import torch
 
 SPREAD = 2.0  # standard deviation of given logits
 FEW = 8  # rows of the largest decode step
-_ATTENTION, _EXPERTS, _ROUTER = ("linear_attn", "self_attn"), ("mlp",), ("gate",)
+_ATTENTION = ("linear_attn", "self_attn")
 
 _seen: dict[str, list[torch.Tensor]] = {}
 
@@ -23,8 +23,9 @@ def watch(model: Any) -> None:
     """Remember what each layer, its attention, its experts and its router give from now on."""
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(_remembers(f"{index} sum", sum))
-        for names, module, part in ((_ATTENTION, layer, "attention"), (_EXPERTS, layer, "experts")):
-            _child(module, names).register_forward_hook(_remembers(f"{index} {part}", _first))
+        attention = next(getattr(layer, name) for name in _ATTENTION if hasattr(layer, name))
+        for part, module in (("attention", attention), ("experts", layer.mlp)):
+            module.register_forward_hook(_remembers(f"{index} {part}", _first))
         if hasattr(layer.mlp, "gate"):
             layer.mlp.gate.register_forward_hook(_remembers(f"{index} router", _first))
 
@@ -72,10 +73,6 @@ def compared(one: Any, other: Any, chosen: int) -> list[str]:
 def _chosen(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The experts of each token, in order of their numbers."""
     return logits.float().topk(count).indices.sort(-1).values
-
-
-def _child(module: Any, names: tuple[str, ...]) -> Any:
-    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def _first(parts: Any) -> torch.Tensor:

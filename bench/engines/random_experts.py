@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+from bench.engines.layer_outputs import SPREAD
 from bench.engines.models import COMMON, QWEN3_NEXT
 from bench.engines.vllm_decode import NOISE
 
@@ -56,7 +57,7 @@ def routes(out: Any, layer: int) -> Any:
     """Choices in place of a router's own, the same in every run."""
     logits, values, chosen = out
     made = torch.Generator().manual_seed(layer)
-    given = (2 * torch.randn(logits.shape, generator=made)).softmax(-1).topk(chosen.shape[-1])
+    given = (SPREAD * torch.randn(logits.shape, generator=made)).softmax(-1).topk(chosen.shape[-1])
     return logits, (given.values / given.values.sum(-1, keepdim=True)).to(values.dtype), given.indices
 
 

@@ -78,14 +78,12 @@ def test_forks_report_how_they_end(tmp_path: Path, capsys: pytest.CaptureFixture
     def writes() -> None:
         os.write(1, b"READY at once\nand more\n")
 
-    assert forks.finished(forks.begun(writes, tmp_path / "good.log"), tmp_path / "good.log", 60) == 0
-    assert forks.finished(forks.begun(fails, tmp_path / "bad.log"), tmp_path / "bad.log", 60) == 1
-    assert (
-        forks.finished(
-            forks.begun(lambda: os.kill(os.getpid(), 15), tmp_path / "ended.log"), tmp_path / "ended.log", 60
-        )
-        == -15
-    )
+    def ended(run: Callable[[], None], name: str) -> int:
+        return forks.finished(forks.begun(run, tmp_path / name), tmp_path / name, 60)
+
+    assert ended(writes, "good.log") == 0
+    assert ended(fails, "bad.log") == 1
+    assert ended(lambda: os.kill(os.getpid(), 15), "ended.log") == -15
     out = capsys.readouterr().out
     assert re.search(r"good: status 0 after \d s\nREADY at once\nbad: status 1", out)
     assert "ValueError: no such luck" in out and "ended: status -15" in out
