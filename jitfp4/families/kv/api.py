@@ -175,8 +175,21 @@ def nvfp4_quantize_append_paged_kv_cache(
     codes, sf = written_pair("paged_kv_cache", paged_kv_cache), written_pair("kv_cache_sf", kv_cache_sf)
     check_rows("append_key", append_key, 3, HALVES)
     scales = decode_scales(k_scale, v_scale, append_key)
-    lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    append_by_position(append_key, append_value, *lists, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
+    append_by_position(
+        append_key,
+        append_value,
+        batch_indices=batch_indices,
+        positions=positions,
+        kv_indices=kv_indices,
+        kv_indptr=kv_indptr,
+        kv_last_page_len=kv_last_page_len,
+        codes=codes,
+        sf=sf,
+        scales=scales,
+        kv_layout=kv_layout,
+        v_sf_layout=v_sf_layout,
+        enable_pdl=enable_pdl,
+    )
 
 
 @public
@@ -223,7 +236,17 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     codes, sf = written_pair("paged_kv_cache", paged_kv_cache), written_pair("kv_cache_sf", kv_cache_sf)
     check_rows("append_key", append_key, 3, HALVES)
     scales = decode_scales(k_scale, v_scale, append_key)
-    append_by_slot(append_key, append_value, slot_mapping, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
+    append_by_slot(
+        append_key,
+        append_value,
+        slot_mapping,
+        codes=codes,
+        sf=sf,
+        scales=scales,
+        kv_layout=kv_layout,
+        v_sf_layout=v_sf_layout,
+        enable_pdl=enable_pdl,
+    )
 
 
 @public
@@ -306,9 +329,18 @@ def nvfp4_kv_dequantize_paged(
     """
     codes, sf = pair("paged_kv_cache", paged_kv_cache), pair("kv_cache_sf", kv_cache_sf)
     check_dtype("output_k", output_k, HALVES)
-    k, v = (scalar_f32(name, x, like=output_k) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
-    lists = (block_tables, seq_lens)
-    dequantize_paged(output_k, output_v, *lists, *codes, *sf, k, v, kv_layout, v_sf_layout, enable_pdl)
+    dequantize_paged(
+        output_k,
+        output_v,
+        block_tables,
+        seq_lens,
+        codes=codes,
+        sf=sf,
+        scales=(scalar_f32("k_scale", k_scale, like=output_k), scalar_f32("v_scale", v_scale, like=output_k)),
+        kv_layout=kv_layout,
+        v_sf_layout=v_sf_layout,
+        enable_pdl=enable_pdl,
+    )
 
 
 def _decode_scale_of(side: str, cache: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:

@@ -26,6 +26,9 @@ from jitfp4.formats import NVFP4
 from jitfp4.spec import MAX_GRID_YZ
 from jitfp4.tensors import check_contiguous, check_dtype, check_list, check_same_device
 
+Both = tuple[torch.Tensor, torch.Tensor]
+"""One tensor for K and one for V."""
+
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Slots or positions. With positions also: the request of each token, all pages, where each request's pages begin."""
 
@@ -36,12 +39,10 @@ def append_by_slot(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_codes: torch.Tensor,
-    v_codes: torch.Tensor,
-    k_sf: torch.Tensor,
-    v_sf: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    *,
+    codes: Both,
+    sf: Both,
+    scales: Both,
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
@@ -52,25 +53,23 @@ def append_by_slot(
         check_rows(name, x, 3, HALVES)
         if reaches(n, x.shape[0] + 1):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"at least {n}, as slot_mapping")
-    written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
+    written = sides(codes, sf, kv_layout, APPEND_SF_DTYPES)
     rows, lists = (append_key[:n], append_value[:n]), (slot_mapping, None, None, None)
-    _append(rows, written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
+    _append(rows, written, scales, lists, v_sf_layout, enable_pdl)
 
 
 def append_by_position(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
+    *,
     batch_indices: torch.Tensor,
     positions: torch.Tensor,
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
-    k_codes: torch.Tensor,
-    v_codes: torch.Tensor,
-    k_sf: torch.Tensor,
-    v_sf: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    codes: Both,
+    sf: Both,
+    scales: Both,
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
@@ -87,10 +86,10 @@ def append_by_position(
         check_rows(name, x, 3, HALVES)
         if differ(x.shape[:1], (n,)):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"{n}, as batch_indices")
-    written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
+    written = sides(codes, sf, kv_layout, APPEND_SF_DTYPES)
     check_work("kv_indices", kv_indices.shape[0] * written[0].codes.shape[1], 0)
     lists = (positions, batch_indices, kv_indices, kv_indptr)
-    _append((append_key, append_value), written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
+    _append((append_key, append_value), written, scales, lists, v_sf_layout, enable_pdl)
 
 
 def dequantize_paged(
@@ -98,17 +97,15 @@ def dequantize_paged(
     output_v: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    k_codes: torch.Tensor,
-    v_codes: torch.Tensor,
-    k_sf: torch.Tensor,
-    v_sf: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    *,
+    codes: Both,
+    sf: Both,
+    scales: Both,
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
 ) -> None:
-    k, v = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout)
+    k, v = sides(codes, sf, kv_layout)
     _, page_size, heads, _ = k.codes.shape
     if output_k.dim() != 4:
         raise ArgumentError("output_k", f"shape {tuple(output_k.shape)}", "[batch, max_seq, heads, d]")
@@ -126,14 +123,14 @@ def dequantize_paged(
     _check_tables(block_tables, output_k, page_size)
     interleaved = is_interleaved(v_sf_layout, v.head_dim, page_size)
     lists = block_tables, seq_lens
-    _dequantize_sides((k, v), (k_scale, v_scale), lists, (output_k, output_v), interleaved, enable_pdl)
+    _dequantize_sides((k, v), scales, lists, (output_k, output_v), interleaved, enable_pdl)
 
 
 def _dequantize_sides(
     read: tuple[Side, Side],
-    scales: tuple[torch.Tensor, torch.Tensor],
-    lists: tuple[torch.Tensor, torch.Tensor],
-    outs: tuple[torch.Tensor, torch.Tensor],
+    scales: Both,
+    lists: Both,
+    outs: Both,
     interleaved: bool,
     enable_pdl: bool | None,
 ) -> None:
@@ -207,9 +204,9 @@ def _check_tables(block_tables: torch.Tensor, out: torch.Tensor, page_size: int)
 
 
 def _append(
-    x: tuple[torch.Tensor, torch.Tensor],
+    x: Both,
     written: tuple[Side, Side],
-    scales: tuple[torch.Tensor, torch.Tensor],
+    scales: Both,
     lists: Lists,
     v_sf_layout: str,
     enable_pdl: bool | None,
@@ -233,7 +230,7 @@ def _cache_names(lists: Lists) -> str:
 
 
 def quantize_sides(
-    x: tuple[torch.Tensor, torch.Tensor],
+    x: Both,
     scales: Sequence[torch.Tensor],
     lists: Lists,
     written: Sequence[Side],

@@ -60,7 +60,9 @@ def nvfp4_dequantize(
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
     scale = scalar_f32("global_decode_scale", global_decode_scale, like=a_fp4)
-    return _to_float(NVFP4, a_fp4, a_sf, scale, sfLayout, out_dtype, enable_pdl, out)
+    return _to_float(
+        NVFP4, a_fp4, a_sf, scale=scale, sf_layout=sfLayout, out_dtype=out_dtype, enable_pdl=enable_pdl, out=out
+    )
 
 
 @public
@@ -88,18 +90,19 @@ def mxfp4_dequantize(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    return _to_float(MXFP4, a_fp4, a_sf, None, sfLayout, out_dtype, enable_pdl, out)
+    return _to_float(MXFP4, a_fp4, a_sf, sf_layout=sfLayout, out_dtype=out_dtype, enable_pdl=enable_pdl, out=out)
 
 
 def _to_float(
     block_format: BlockFormat,
     q: torch.Tensor,
     sf: torch.Tensor,
-    scale: torch.Tensor | None,
+    *,
+    scale: torch.Tensor | None = None,
     sf_layout: SfLayout,
-    out_dtype: torch.dtype,
-    enable_pdl: bool | None,
-    out: torch.Tensor | None,
+    out_dtype: torch.dtype = torch.float32,
+    enable_pdl: bool | None = None,
+    out: torch.Tensor | None = None,
     names: tuple[str, str] = ("a_fp4", "a_sf"),
 ) -> torch.Tensor:
     """Check the arguments that both formats have, and run the operation. ``names``: of codes and scales, for errors."""
@@ -178,7 +181,7 @@ def e2m1_and_ufp8sf_scale_to_float(
     if block_format is NVFP4 and global_scale_tensor is not None:
         scale = scalar_f32("global_scale_tensor", global_scale_tensor, like=e2m1_tensor)
     names = "e2m1_tensor", "ufp8_scale_tensor"
-    return _to_float(block_format, e2m1_tensor, ufp8_scale_tensor, scale, layout, torch.float32, None, None, names)
+    return _to_float(block_format, e2m1_tensor, ufp8_scale_tensor, scale=scale, sf_layout=layout, names=names)
 
 
 @public
@@ -197,4 +200,4 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
     if group_size != MXFP4.block:
         raise ArgumentError("group_size", group_size, "32")
     layout, names = SfLayout.layout_linear, ("weight", "scale")
-    return _to_float(MXFP4, weight, scale, None, layout, torch.float32, None, None, names)
+    return _to_float(MXFP4, weight, scale, sf_layout=layout, names=names)
