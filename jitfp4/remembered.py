@@ -11,9 +11,11 @@ import torch
 
 from jitfp4.addresses import ALIGNMENT, Places
 from jitfp4.dispatch import current_stream, empty_cuda, exchange_device
+from jitfp4.layouts import round_up
 
 MOST = 1024  # most sets of addresses that a call remembers: each has argument memory of its own
 
+_APART = 512  # bytes: torch's allocations begin at multiples of it
 _address = torch.Tensor.data_ptr
 REFUSED = object()
 """What a Repeat returns where it launched nothing."""
@@ -172,8 +174,13 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
     conditions = [(holds, (*map(numbers.of, sources),)) for holds, sources in notes.conditions]
     made = [*(one.tensor for one in notes.temporaries), *(one.tensor for one in notes.companions)]
     results = [one for one in returned if not any(one is other for other in (*given, *notes.scratch, *made))]
-    allocated = (*notes.scratch, *results)
-    for tensor in (*allocated, *made):
+    sources = {one.data_ptr() for made_from in notes.temporaries for one in made_from.sources}
+    sources |= {one.source.data_ptr() for one in notes.companions}
+    allocated = [*results, *(tensor for tensor in notes.scratch if tensor.data_ptr() in sources)]
+    for tensor in allocated:
+        numbers.add(tensor)
+    together = numbers.add_together([tensor for tensor in notes.scratch if tensor.data_ptr() not in sources])
+    for tensor in made:
         numbers.add(tensor)
     for view, source in notes.parts:
         numbers.add_part(view, source)
@@ -190,7 +197,7 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
         take([owners[number][1] if number in owners else number for number in chosen]),
         offsets if any(offsets) else (),
         (*conditions, *numbers.twins),
-        tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
+        (*((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated), *together),
         tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
         tuple(places[a] for tensor in step.aligned if (a := tensor.data_ptr()) in places),
         tuple(
@@ -251,7 +258,7 @@ class _Numbers:
     """The numbers of a call's tensors, by object and by address."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self._known = list(given)
+        self._known: list[torch.Tensor | None] = list(given)  # None for what holds several
         self._places: dict[int, tuple[int, int]] = {}  # by address: a number, and the offset from that tensor
         self.twins: list[tuple[Callable[[torch.Tensor, torch.Tensor], bool], tuple[int, int]]] = []
         for number, tensor in enumerate(given):
@@ -271,6 +278,18 @@ class _Numbers:
         self._known.append(tensor)
         if offset or self._known[number] is not tensor:
             raise _Unrepeatable
+
+    def add_together(self, tensors: Sequence[torch.Tensor]) -> tuple[_Layout, ...]:
+        """Give the next number to one allocation that holds these tensors, in order. Returns its layout, if any."""
+        if not tensors:
+            return ()
+        number, size = len(self._known), 0
+        self._known.append(None)
+        for tensor in tensors:
+            if self._places.setdefault(tensor.data_ptr(), (number, size)) != (number, size):
+                raise _Unrepeatable
+            size += round_up(tensor.nbytes, _APART)
+        return (((size,), (1,), torch.uint8),)
 
     def add_part(self, view: torch.Tensor, source: torch.Tensor) -> None:
         """Let the address of a view stand for an offset from the tensor of which it is a view."""

@@ -12,18 +12,21 @@ look at values into ``require``, and a view that does not begin where its tensor
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from jitfp4.dispatch import guard, is_plain, is_watched
-from jitfp4.formats import NVFP44Over6Config
+from jitfp4.formats import BlockFormat, NVFP44Over6Config
 from jitfp4.layouts import SfLayout
 from jitfp4.remembered import REFUSED, Companion, Notes, Repeat, Step, Temporary, take, understand
 
@@ -123,6 +126,11 @@ def suspended() -> Iterator[None]:
             _suspended -= 1
 
 
+def unpack(kind: type, *fields: str) -> None:
+    """Let an argument of this type stand for these attributes of it: tensors and flags, all that a function reads."""
+    _fields[kind] = operator.attrgetter(*fields)
+
+
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function of tensors: see above. Calls on other than plain CUDA tensors are not changed."""
     memory: _Memory = {}
@@ -133,119 +141,114 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         if _is_compiling() or _suspended or is_watched():
             return function(*args, **kwargs)
         values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
-        if len(values) == 1 and isinstance(values[0], tuple):  # a record of arguments
-            (values,) = values
-        kinds: tuple[Any, ...] = (*map(type, values), *kwargs)
-        if (sort := _sorts[kinds]) is None:
-            return function(*args, **kwargs)
-        tensors_of, flags_of, groups_of, with_groups = sort
-        if groups_of is not None:
+        kinds: _Kinds = (*map(type, values), *kwargs)  # type: ignore[arg-type]
+        sort = _sorts[kinds]
+        if (groups_of := sort.groups) is not None:
             groups = groups_of(values)
             lengths: tuple[int, ...]
-            if len(groups) == 2:  # K and V, their scales; faster than the loop
+            if len(groups) == 2:  # K and V, their scales; faster than the other way
                 first, second = groups
-                values, lengths = (*values, *first, *second), (len(first), len(second))
+                more, lengths = (*first, *second), (len(first), len(second))
             else:
-                for group in groups:
-                    values += (*group,)
-                lengths = (*map(len, groups),)
-            if (sort := with_groups.get(lengths) or _add_sort(with_groups, kinds, lengths, values)) is None:
-                return function(*args, **kwargs)
-            tensors_of, flags_of, _, _ = sort
-        tensors = tensors_of(values)
-        if not tensors[0].is_cuda:
+                more, lengths = (*itertools.chain(*groups),), (*map(len, groups),)
+            values += more
+            sort = sort.of_lengths.get(lengths) or sort.add(lengths, more)
+            if sort.of_types is not None:
+                sort = sort.of_types[(*map(type, more),)]
+        if (tensors_of := sort.tensors) is None:
             return function(*args, **kwargs)
-        key = tensors_of, flags_of(values), tensors[0].shape
+        tensors = tensors_of(values)
+        key = sort, sort.flags(values), tensors[0].numel()
         for matches, repeat in memory.get(key, ()):
             if matches(*tensors):
                 if repeat is None:
                     return function(*args, **kwargs)
                 if (result := repeat(tensors)) is not REFUSED:
                     return result  # type: ignore[no-any-return]
+        if not tensors[0].is_cuda:
+            return function(*args, **kwargs)
         return _remember(memory, key, functools.partial(function, *args, **kwargs), tensors)
 
     return call
 
 
-class _Sort(NamedTuple):
-    """For arguments of certain types: functions that return the tensors among them, and the other values.
-
-    Both take all arguments, and behind them the tensors in ``groups``, which are the tuples and lists among them. If
-    there are any, the functions are those in ``with_groups``, by the lengths of all groups. No two sorts have the same
-    function ``tensors``.
-    """
-
-    tensors: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
-    flags: Callable[[Sequence[Any]], Hashable]
-    groups: Callable[[Sequence[Any]], tuple[Sequence[torch.Tensor], ...]] | None
-    with_groups: dict[tuple[int, ...], _Sort]
-
-
-_FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout, NVFP44Over6Config)
-_sign = functools.partial(math.copysign, 1.0)
-_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
+_Take = Callable[[Sequence[Any]], tuple[Any, ...]]
 _Kinds = tuple[type | str, ...]
 """The exact types of arguments, and the names of the last of them: one for each way to call."""
 
 
-class _Sorts(dict[_Kinds, "_Sort | None"]):
-    """The functions by kinds of arguments; None where a type is not known here, or none is a tensor."""
+@dataclass(slots=True, eq=False)
+class _Sort:
+    """For arguments of certain ``types``: functions that return the tensors among them, and the other values.
 
-    def __missing__(self, kinds: _Kinds) -> _Sort | None:
-        types = _types(kinds)
-        tensors, flags, groups = _kinds(types)
-        sort = None
-        if len(tensors) + len(flags) + len(groups) == len(types):
-            sort = _Sort(take(()), take(()), take(groups), {}) if groups else _functions(types, tensors, flags)
-        return self.setdefault(kinds, sort)  # of two threads, both get the first
+    Tuples, lists and unpacked records among them are ``groups``. If there are any, what they hold goes behind the
+    arguments, and the functions for all of these are found by the lengths of the groups and, where they hold other
+    things than tensors, by the types of these. ``tensors`` is None where a type is not known here, as of a group in a
+    group, or none is a tensor.
+    """
+
+    types: tuple[type, ...]
+    tensors: _Take | None = None
+    flags: Callable[[Sequence[Any]], Hashable] = tuple
+    groups: _Take | None = None
+    of_lengths: dict[tuple[int, ...], _Sort] = field(default_factory=dict)
+    of_types: _Sorts | None = None
+
+    def add(self, lengths: tuple[int, ...], held: Sequence[Any]) -> _Sort:
+        """The functions for groups of these lengths. Where they hold tensors now and something else in a later call,
+        the check of its tensors fails.
+        """
+        sorts, types = _Sorts(*self.types), (*map(type, held),)
+        all_tensors = _TENSOR_TYPES.issuperset(types)
+        return self.of_lengths.setdefault(lengths, sorts[types] if all_tensors else _Sort(self.types, of_types=sorts))
 
 
+class _Sorts(dict[_Kinds, _Sort]):
+    """By their kinds: arguments, or what stands ``behind`` arguments of these types."""
+
+    def __init__(self, *behind: type) -> None:
+        super().__init__()
+        self._behind = behind
+
+    def __missing__(self, kinds: _Kinds) -> _Sort:
+        types = (*self._behind, *(kind for kind in kinds if isinstance(kind, type)))
+        return self.setdefault(kinds, self._sort(types))  # of two threads, both get the first
+
+    def _sort(self, types: tuple[type, ...]) -> _Sort:
+        tensors = [number for number, kind in enumerate(types) if kind in _TENSOR_TYPES]
+        flags = [number for number, kind in enumerate(types) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
+        groups = [number for number, kind in enumerate(types) if kind in _GROUP_TYPES or kind in _fields]
+        known = len(tensors) + len(flags) + len(groups) == len(types)
+        if not known or any(number >= len(self._behind) > 0 for number in groups):
+            return _Sort(types)
+        if groups and not self._behind:
+            return _Sort(types, groups=_groups_of(types, groups))
+        return _Sort(types, take(tensors) if tensors else None, _flags_of(types, flags))
+
+
+_FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout, BlockFormat, NVFP44Over6Config)
+_GROUP_TYPES = (tuple, list)
+_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_fields: dict[type, _Take] = {}  # by unpack()
+_sign = functools.partial(math.copysign, 1.0)
 _sorts = _Sorts()
 
 
-def _types(kinds: _Kinds) -> tuple[type, ...]:
-    return tuple(kind for kind in kinds if not isinstance(kind, str))
+def _groups_of(types: tuple[type, ...], numbers: Sequence[int]) -> _Take:
+    """A function that returns the groups with these numbers."""
+    if not any(types[number] in _fields for number in numbers):
+        return take(numbers)
+    parts = [(number, _fields.get(types[number], tuple)) for number in numbers]
+    return lambda values: (*[held(values[number]) for number, held in parts],)
 
 
-def _add_sort(
-    with_groups: dict[tuple[int, ...], _Sort], kinds: _Kinds, lengths: tuple[int, ...], values: Sequence[Any]
-) -> _Sort | None:
-    """Add the functions for groups of these lengths, whose elements stand behind the arguments; None where not all of
-    them are tensors. Where a later call has others, the check of its tensors fails.
-    """
-    types = _types(kinds)
-    if not _TENSOR_TYPES.issuperset(map(type, values[len(types) :])):
-        return None
-    tensors, flags, _ = _kinds(types)
-    tensors += range(len(types), len(values))
-    if (sort := _functions(types, tensors, flags)) is not None:
-        with_groups[lengths] = sort
-    return sort
-
-
-def _kinds(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
-    """The numbers of arguments that are tensors, flags and groups."""
-    tensors = [number for number, kind in enumerate(types) if kind in _TENSOR_TYPES]
-    flags = [number for number, kind in enumerate(types) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
-    groups = [number for number, kind in enumerate(types) if kind in (tuple, list)]
-    return tensors, flags, groups
-
-
-def _functions(kinds: tuple[type, ...], tensors: Sequence[int], flags: Sequence[int]) -> _Sort | None:
-    """The functions for tensors and flags with these numbers."""
-    if not tensors:
-        return None
-    floats = [number for number in flags if kinds[number] is float]
-    if floats:  # 0.0 == -0.0
-        all_of, floats_of = take(flags), take(floats)
-
-        def signed(values: Sequence[Any]) -> Hashable:
-            return all_of(values), *map(_sign, floats_of(values))
-
-        return _Sort(take(tensors), signed, None, {})
-    return _Sort(take(tensors), take(flags), None, {})
+def _flags_of(types: tuple[type, ...], flags: Sequence[int]) -> Callable[[Sequence[Any]], Hashable]:
+    """A function that returns the flags with these numbers."""
+    floats = [number for number in flags if types[number] is float]
+    if not floats:
+        return take(flags)
+    all_of, floats_of = take(flags), take(floats)
+    return lambda values: (all_of(values), *map(_sign, floats_of(values)))  # 0.0 == -0.0
 
 
 def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:
@@ -268,6 +271,6 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
 
 
 _Memory = dict[Hashable, tuple[tuple[Callable[..., bool], Repeat | None], ...]]
-"""By the types, the flags and the shape of the first tensor: a check of all tensors, and what repeats the call; None
+"""By the types, the flags and the size of the first tensor: a check of all tensors, and what repeats the call; None
 where nothing can.
 """

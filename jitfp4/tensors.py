@@ -28,6 +28,9 @@ LEAST = 2.0**-150
 """float32 rounds it, and what is less, to 0."""
 _MOST_NUMBERS = 1024
 _numbers: dict[tuple[float, torch.device], torch.Tensor | None] = {}  # None for a number that came once
+_MOST_COUNTED = 1 << 20
+_counts: dict[torch.device, list[torch.Tensor]] = {}  # int32 [0, 1, ...], each longer than the one before
+_counted: dict[tuple[torch.device, int, int], torch.Tensor] = {}  # parts of them
 _numbering = threading.Lock()
 _LAYOUTS = {int(layout): layout for layout in SfLayout}
 
@@ -147,6 +150,27 @@ def _number(value: float, device: torch.device) -> torch.Tensor:
                 if len(_numbers) < _MOST_NUMBERS:
                     _numbers[key] = None
     return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+def counting_i32(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+    """The int32 numbers from ``start`` to ``stop`` on ``like``'s device, for a launch to read."""
+    return replay.temporary(functools.partial(_count, start, stop, like.device))
+
+
+def _count(start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """On a GPU part of a tensor that stays, which nobody writes; a new tensor where that cannot be made."""
+    if device.type == "cuda" and not (torch.compiler.is_dynamo_compiling() or is_watched()):
+        if (known := _counted.get((device, start, stop))) is not None:
+            return known
+        if stop <= _MOST_COUNTED and not torch.cuda.is_current_stream_capturing():
+            with _numbering, torch.inference_mode(False):
+                if device not in _counts or len(_counts[device][-1]) < stop:  # graphs may read the others
+                    numbers = torch.arange(1 << max(10, (stop - 1).bit_length()), dtype=torch.int32)
+                    _counts.setdefault(device, []).append(numbers.to(device))  # the host waits, as for _number()
+                if len(_counted) >= _MOST_NUMBERS:
+                    _counted.clear()
+                return _counted.setdefault((device, start, stop), _counts[device][-1][start:stop])
+    return torch.arange(start, stop, dtype=torch.int32, device=device)
 
 
 def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ class TestLogic:
     def test_values_of_unknown_types_are_never_remembered(self) -> None:
         public, x = Public(), aligned(4, 8)
         for _ in range(2):
-            public.call(x, flag=[1])
+            public.call(x, flag={1})
         assert public.ran == 2
 
     def test_a_misaligned_or_overlapping_tensor_takes_the_long_way(self) -> None:
@@ -192,12 +192,15 @@ class TestLogic:
         function(x), function(x)
         assert len(ran) == 2
 
-    def test_a_record_is_its_arguments(self) -> None:
+    def test_an_unpacked_record_is_its_fields(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Record(NamedTuple):
             x: torch.Tensor
             factor: float
             out: torch.Tensor | None = None
+            note: object = None
 
+        monkeypatch.setattr(replay, "_fields", {})
+        replay.unpack(Record, "x", "factor", "out")
         launch, ran = FakeLaunch(), []
 
         @replay.replayed
@@ -209,12 +212,14 @@ class TestLogic:
 
         x, out = aligned(4), aligned(4)
         scaled(Record(x, 2.0))
-        scaled(Record(factor=2.0, x=x))
+        scaled(Record(factor=2.0, x=x, note=[]))
         assert len(ran) == 1 and launch.repeated[0][0] == x.data_ptr()
         scaled(Record(x, 3.0))
         scaled(Record(x, 2.0, out))
         assert len(ran) == 3
         assert scaled(Record(x, 2.0, out)) is out and len(ran) == 3
+        scaled(Record(x, 2)), scaled(Record(x, True)), scaled(Record(x, -0.0)), scaled(Record(x, 0.0))
+        assert len(ran) == 7
 
     def test_a_global_scale_that_is_a_number_or_of_another_dtype_is_repeated(
         self, monkeypatch: pytest.MonkeyPatch

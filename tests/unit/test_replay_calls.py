@@ -71,15 +71,11 @@ UNPACKED = {
     "BatchPrefillWithPagedKVCacheWrapper": "the wrapper's plan and lists",
     "DecodeStep": "its weights",
     "causal_conv1d_fn": "metadata is left out",
-    "fp4_experts": "an Fp4Experts",
     "fp4_quantize inversed": "the reciprocal of a scale",
-    "grouped_gemm_nt_masked": "pairs, and arguments that must be the defaults",
     "mm_bf16_fp4": "an Fp4Weight",
     "mm_fp8_fp4": "an Fp4Weight",
     "nvfp4_quantize_append_paged_kv_cache": "whether the values of scales are known",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": "whether the values of scales are known",
-    "single_decode_with_kv_cache": "a page table is made",
-    "single_prefill_with_kv_cache": "a page table is made",
     "trtllm_batch_decode_with_kv_cache fp4": "an FP4Tensor",
 }
 """Functions that do something before a call is looked up, and what with."""

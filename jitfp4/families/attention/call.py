@@ -12,7 +12,6 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import DTYPES
-from jitfp4.replay import replayed
 from jitfp4.tensors import output
 
 V_SCALE_LAYOUTS = ("interleaved4", "linear")
@@ -68,8 +67,6 @@ class Call(NamedTuple):
 def attend(call: Call) -> tuple[torch.Tensor, ...]:
     """Attention of a call whose types are checked. Returns (out,), or (out, lse) with ``with_lse``.
 
-    Public functions that only sort their arguments are remembered whole, and call this; others call attend_again().
-
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -122,10 +119,6 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
         )
     )
     return (out,) if lse is None else (out, lse)
-
-
-attend_again = replayed(attend)
-"""attend(), remembered by the tensors and flags of the call."""
 
 
 def _check_lists(call: Call, page: int) -> int:

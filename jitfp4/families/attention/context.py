@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
@@ -15,7 +16,7 @@ from jitfp4.families.attention.fp4_tensor import FP4Tensor, attend_to_fp4
 from jitfp4.families.attention.masks import check_whole_mask, whole_mask
 from jitfp4.families.attention.single import single
 from jitfp4.layouts import ceil_div
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_same_device
 
 _BACKENDS = ("auto", "fa2", "fa3")
@@ -147,7 +148,7 @@ def trtllm_batch_context_with_kv_cache(
     return (result[0], result[1]) if return_lse else result[0]
 
 
-@checked
+@public
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -239,7 +240,10 @@ def _mask(
             check_same_device(name, mask, q)
             check_contiguous(name, mask)
     custom = None if custom is None or packed is not None else custom.flatten()
+    if custom is None and packed is None:
+        return {}
     check_whole_mask(custom, packed)
+    replay.note(None)  # what follows is no launch of a kernel
     lengths = (torch.full((1,), size, dtype=torch.int32, device=q.device) for size in (q.shape[0], tokens))
     whole = whole_mask(custom, packed, *lengths)
     return {"mask": whole.data, "mask_ends": whole.ends}

@@ -21,9 +21,9 @@ from jitfp4.tensors import output
 
 
 @functools.lru_cache(maxsize=1024)
-def _remembered(plan: Plan) -> Callable[[Run], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """attention() for a plan, remembered by what run() takes."""
-    return replayed(functools.partial(attention, plan))
+def _remembered(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """attention() for a plan, remembered by the fields of a Run."""
+    return replayed(lambda *fields: attention(plan, Run(*fields)))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
@@ -288,7 +288,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         else:
             if self._run is None:
                 self._run = _remembered(plan)
-            result = self._run(request)
+            result = self._run(*request)
         if not isinstance(result, tuple):
             return result
         logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]

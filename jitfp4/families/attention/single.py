@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import check_plain, new_workspace
-from jitfp4.families.attention.call import Call, attend_again
+from jitfp4.families.attention.api import WORKSPACE_BYTES, check_plain
+from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.problem import MAX_PAGE, TILE
-from jitfp4.public import checked
+from jitfp4.public import public
+from jitfp4.tensors import counting_i32
 
 
-@checked
+@public
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -93,16 +95,16 @@ def single(
     page = next(page for page in _pages() if tokens % page == 0)
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
     try:
-        return attend_again(
+        return attend(
             Call(
                 query=q,
                 key=paged[0],
                 value=paged[1],
                 key_scales=paged[2] if len(paged) > 2 else None,
                 value_scales=paged[3] if len(paged) > 2 else None,
-                workspace_buffer=new_workspace(q.device),
-                block_tables=torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
-                seq_lens=torch.full((1,), tokens, dtype=torch.int32, device=q.device),
+                workspace_buffer=replay.scratch((WORKSPACE_BYTES,), torch.uint8, q),
+                block_tables=counting_i32(0, tokens // page, q).unsqueeze(0),
+                seq_lens=counting_i32(tokens, tokens + 1, q),
                 max_seq_len=tokens,
                 v_scale_layout="linear",
                 q_len=q.shape[0],

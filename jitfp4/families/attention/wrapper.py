@@ -186,7 +186,9 @@ class PagedWrapper(EngineNames):
         plan = self._planned()
         scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
         cap = checks.soft_cap(soft_cap)
-        self._store(replace(plan, window_left=window_left, sm_scale=scale, soft_cap=cap, causal=causal), self._listed())
+        if (window_left, scale, cap, causal) != (plan.window_left, plan.sm_scale, plan.soft_cap, plan.causal):
+            new = replace(plan, window_left=window_left, sm_scale=scale, soft_cap=cap, causal=causal)
+            self._store(new, self._listed())
 
     def _store(self, plan: Plan, lists: Lists) -> None:
         """Keep what the next run() uses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -16,8 +17,8 @@ from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPER
 from jitfp4.families.experts.problem import DTYPES, counters, most_items
 from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.experts.weights import Fp4Experts
-from jitfp4.formats import MXFP4, NVFP4
-from jitfp4.public import checked, public
+from jitfp4.formats import MXFP4
+from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device
 from jitfp4.weight import check_still
 
@@ -32,7 +33,10 @@ _SWIGLU: dict[str, tuple[float, float, float | None]] = {
 }
 
 
-@checked
+replay.unpack(Fp4Experts, *(field.name for field in fields(Fp4Experts)))
+
+
+@public
 def fp4_experts(
     x: torch.Tensor,
     experts: Fp4Experts,
@@ -98,107 +102,73 @@ def fp4_experts(
         raise ArgumentError("activation", repr(activation), "relu2 for experts without a gate, and only for them")
     if activations not in (None, "fp8"):
         raise ArgumentError("activations", repr(activations), "'fp8' or None")
-    fp8 = activations is not None
-    alpha, beta, limit = _SWIGLU[activation]
-    return _experts(
-        x=x,
-        w13=experts.w13,
-        scale13=experts.scale13,
-        bias13=experts.bias13,
-        w2=experts.w2,
-        scale2=experts.scale2,
-        bias2=experts.bias2,
-        topk_ids=topk_ids,
-        topk_weights=topk_weights,
-        expert_map=expert_map,
-        out=out,
-        hidden=experts.hidden,
-        inter=experts.inter,
-        gated=experts.gated,
-        mxfp4=experts.format is MXFP4,
-        alpha=alpha if swiglu_alpha is None else swiglu_alpha,
-        beta=beta if swiglu_beta is None else swiglu_beta,
-        limit=limit if swiglu_limit is None else swiglu_limit,
-        on_input=apply_router_weight_on_input,
-        fp8=fp8,
-        item_rows=_item_rows(topk_ids, experts, fp8),
-        enable_pdl=enable_pdl,
-    )
-
-
-def _item_rows(ids: torch.Tensor, experts: Fp4Experts, fp8: bool) -> int:
-    """Rows of an item of the list; 0 for no list, and for arguments that the checks refuse."""
-    if not isinstance(ids, torch.Tensor) or not experts.experts:
-        return 0
-    is_known = not torch.compiler.is_dynamo_compiling() and not is_watched()
-    arch = engine.target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
-    if fp8 and arch is not None and not arch.has_wgmma:
-        raise ArgumentError("activations", "'fp8'", f"None on {arch.name}: products are of {names_with('has_wgmma')}")
-    size = experts.hidden * experts.inter
-    return item_rows_of(ids.numel(), experts.experts, size, arch, fp8=fp8)
-
-
-@public
-def _experts(
-    *,
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    scale13: torch.Tensor,
-    bias13: torch.Tensor | None,
-    w2: torch.Tensor,
-    scale2: torch.Tensor,
-    bias2: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-    out: torch.Tensor | None,
-    hidden: int,
-    inter: int,
-    gated: bool,
-    mxfp4: bool,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    on_input: bool,
-    fp8: bool,
-    item_rows: int,
-    enable_pdl: bool | None,
-) -> torch.Tensor:
     check_dtype("x", x, tuple(DTYPES))
     check_device("x", x)
-    check_same_device("experts", w13, x)
-    kind = MXFP4 if mxfp4 else NVFP4
-    check_still("experts", partial(Fp4Experts, w13, scale13, bias13, w2, scale2, bias2, hidden, inter, gated, kind))
-    if x.dim() != 2 or x.shape[1] != hidden:
-        raise ArgumentError("x", f"shape {tuple(x.shape)}", f"[tokens, {hidden}], as the experts")
-    tokens, slots = _check_routing(x, topk_ids, topk_weights, expert_map)
-    if on_input and topk_weights is None:
+    check_same_device("experts", experts.w13, x)
+    check_still("experts", partial(replace, experts))
+    if x.dim() != 2 or x.shape[1] != experts.hidden:
+        raise ArgumentError("x", f"shape {tuple(x.shape)}", f"[tokens, {experts.hidden}], as the experts")
+    _check_routing(x, topk_ids, topk_weights, expert_map)
+    if apply_router_weight_on_input and topk_weights is None:
         raise ArgumentTypeError("topk_weights", "None", "a tensor with apply_router_weight_on_input")
+    alpha, beta, limit = _SWIGLU[activation]
+    alpha = alpha if swiglu_alpha is None else swiglu_alpha
+    beta = beta if swiglu_beta is None else swiglu_beta
+    limit = limit if swiglu_limit is None else swiglu_limit
     if limit is not None and limit <= 0:
         raise ArgumentError("swiglu_limit", limit, "a number above 0")
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     check_dtype("out", out, (x.dtype,))
     check_same_device("out", out, x)
-    if tuple(out.shape) != (tokens, hidden):
-        raise ArgumentError("out", f"shape {tuple(out.shape)}", f"({tokens}, {hidden})")
-    x, rows_out, assignments = as_rows("x", x, 32), as_rows("out", out, 32), tokens * slots
+    if tuple(out.shape) != tuple(x.shape):
+        raise ArgumentError("out", f"shape {tuple(out.shape)}", f"{tuple(x.shape)}")
+    _launch(
+        as_rows("x", x, 32),
+        experts,
+        topk_ids,
+        topk_weights,
+        expert_map,
+        as_rows("out", out, 32),
+        constants=(float(alpha), float(beta), math.inf if limit is None else float(limit)),
+        on_input=apply_router_weight_on_input,
+        fp8=activations is not None,
+        enable_pdl=enable_pdl,
+    )
+    return out
 
+
+def _launch(
+    x: torch.Tensor,
+    experts: Fp4Experts,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    constants: tuple[float, float, float],
+    on_input: bool,
+    fp8: bool,
+    enable_pdl: bool | None,
+) -> None:
+    """The launches of a layer, with rows of x and of out; ``constants`` are alpha, beta and limit."""
+    (tokens, hidden), assignments = x.shape, topk_ids.numel()
+    item_rows, count = _item_rows(topk_ids, experts, fp8), experts.experts
     items = order = None
     names = "w13=experts,w2=experts,scale13=experts,scale2=experts,bias13=experts,bias2=experts,ids=topk_ids"
     if item_rows and assignments:
-        items = replay.scratch((most_items(assignments, w13.shape[0], item_rows), 4), torch.int32, x)
+        items = replay.scratch((most_items(assignments, count, item_rows), 4), torch.int32, x)
         order = replay.scratch((assignments,), torch.int32, x)
-        EXPERTS_ROUTE(RouteArguments(topk_ids, expert_map, items, order, w13.shape[0], item_rows, enable_pdl, names))
-    h = replay.scratch((assignments, inter), x.dtype, x)
+        EXPERTS_ROUTE(RouteArguments(topk_ids, expert_map, items, order, count, item_rows, enable_pdl, names))
+    h = replay.scratch((assignments, experts.inter), x.dtype, x)
     y = replay.scratch((assignments, hidden), x.dtype, x)
     done = replay.scratch((counters(tokens, hidden),), torch.int32, x)
     EXPERTS_UP(
         UpArguments(
             x=x,
-            w13=w13,
-            scale13=scale13,
-            bias13=bias13,
+            w13=experts.w13,
+            scale13=experts.scale13,
+            bias13=experts.bias13,
             ids=topk_ids,
             expert_map=expert_map,
             input_weights=topk_weights if on_input else None,
@@ -206,11 +176,11 @@ def _experts(
             order=order,
             h=h,
             done=done,
-            swiglu_alpha=float(alpha),
-            swiglu_beta=float(beta),
-            swiglu_limit=math.inf if limit is None else float(limit),
-            gated=gated,
-            mxfp4=mxfp4,
+            swiglu_alpha=constants[0],
+            swiglu_beta=constants[1],
+            swiglu_limit=constants[2],
+            gated=experts.gated,
+            mxfp4=experts.format is MXFP4,
             fp8=fp8,
             item_rows=item_rows,
             enable_pdl=enable_pdl,
@@ -220,9 +190,9 @@ def _experts(
     EXPERTS_DOWN(
         DownArguments(
             h=h,
-            w2=w2,
-            scale2=scale2,
-            bias2=bias2,
+            w2=experts.w2,
+            scale2=experts.scale2,
+            bias2=experts.bias2,
             ids=topk_ids,
             expert_map=expert_map,
             weights=None if on_input else topk_weights,
@@ -232,15 +202,24 @@ def _experts(
             order=order,
             y=y,
             done=done,
-            out=rows_out,
-            mxfp4=mxfp4,
+            out=out,
+            mxfp4=experts.format is MXFP4,
             fp8=fp8,
             item_rows=item_rows,
             enable_pdl=enable_pdl,
             names=f"{names},weights=topk_weights,input_weights=topk_weights",
         )
     )
-    return out
+
+
+def _item_rows(ids: torch.Tensor, experts: Fp4Experts, fp8: bool) -> int:
+    """Rows of an item of the list; 0 for no list."""
+    is_known = not torch.compiler.is_dynamo_compiling() and not is_watched()
+    arch = engine.target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
+    if fp8 and arch is not None and not arch.has_wgmma:
+        raise ArgumentError("activations", "'fp8'", f"None on {arch.name}: products are of {names_with('has_wgmma')}")
+    size = experts.hidden * experts.inter
+    return item_rows_of(ids.numel(), experts.experts, size, arch, fp8=fp8)
 
 
 def _check_routing(
@@ -248,8 +227,7 @@ def _check_routing(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
     expert_map: torch.Tensor | None,
-) -> tuple[int, int]:
-    """Tokens and slots."""
+) -> None:
     check_dtype("topk_ids", topk_ids, _ID_DTYPES)
     check_same_device("topk_ids", topk_ids, x)
     tokens = x.shape[0]
@@ -270,4 +248,3 @@ def _check_routing(
         if expert_map.dim() != 1 or not expert_map.numel():
             raise ArgumentError("expert_map", f"shape {tuple(expert_map.shape)}", "[global experts]")
         check_contiguous("expert_map", expert_map)
-    return tokens, topk_ids.shape[1]

@@ -12,7 +12,7 @@ from jitfp4.families.gemm.arguments import MaskedArguments
 from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, check_strided
 from jitfp4.weight import COLS, ROWS
 
@@ -23,7 +23,7 @@ _OUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _SF_ORDER = (5, 2, 4, 0, 1, 3)  # of scales [32, 4, rm, 4, rk, l], as they lie in memory
 
 
-@checked
+@public
 def grouped_gemm_nt_masked(
     lhs: Operand,
     rhs: Operand,
@@ -138,7 +138,6 @@ def _operand(name: str, operand: object) -> Operand:
     return codes, scales
 
 
-@public
 def _multiply(
     lhs: torch.Tensor,
     lhs_sf: torch.Tensor,
