@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.dtypes import HALVES
 from jitfp4.engine import Target, target_of
 from jitfp4.errors import ArgumentError, ArgumentTypeError, UnsupportedArchError
@@ -121,6 +122,7 @@ class DecodeStep:
         qkv, o, gate_up, down = weights_of(self.data[layer], self.problem)
         return qkv, o, gate_up, down
 
+    @public
     def run(
         self,
         x: torch.Tensor,
@@ -162,107 +164,61 @@ class DecodeStep:
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        return _run(
-            x=x,
-            kv_cache=kv_cache,
-            kv_cache_sf=kv_cache_sf,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            cos_sin_cache=cos_sin_cache,
-            kv_scales=kv_scales,
-            positions=positions,
-            weights=self.data,
-            norms=self.norms,
-            head_norms=self.head_norms,
-            biases=self.biases,
-            alphas=self.alphas,
-            state=self._state,
-            heads=self.problem.heads,
-            kv_heads=self.problem.kv_heads,
-            inter=self.problem.inter,
-            eps=self.eps,
-            sm_scale=HEAD_DIM**-0.5 if sm_scale is None else sm_scale,
-            v_scale_layout=v_scale_layout,
-            out=out,
-            enable_pdl=enable_pdl,
+        layers, _, hidden = self.norms.shape
+        _check("x", x, self.norms.dtype, (1, hidden), self.data)
+        if kv_cache.dim() != 6 or kv_cache.shape[2] == 0:
+            raise ArgumentError("kv_cache", f"shape {tuple(kv_cache.shape)}", "[layers, 2, pages, kv_heads, 64, 64]")
+        paged = (layers, 2, kv_cache.shape[2], self.problem.kv_heads, PAGE)
+        _check("kv_cache", kv_cache, torch.uint8, (*paged, HEAD_DIM // 2), self.data)
+        check_dtype("kv_cache_sf", kv_cache_sf, (torch.uint8, torch.float8_e4m3fn))
+        _check("kv_cache_sf", kv_cache_sf, kv_cache_sf.dtype, (*paged, HEAD_DIM // 16), self.data)
+        if block_tables.dim() != 2 or block_tables.shape[1] == 0:
+            raise ArgumentError("block_tables", f"shape {tuple(block_tables.shape)}", "[1, n]")
+        _check("block_tables", block_tables, torch.int32, (1, block_tables.shape[1]), self.data)
+        _check("seq_lens", seq_lens, torch.int32, (1,), self.data)
+        if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[0] == 0:
+            raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", f"[max_position, {HEAD_DIM}]")
+        _check("cos_sin_cache", cos_sin_cache, torch.float32, (cos_sin_cache.shape[0], HEAD_DIM), self.data)
+        if kv_scales is not None:
+            _check("kv_scales", kv_scales, torch.float32, (layers, 2), self.data)
+        if positions is not None:
+            _check("positions", positions, torch.int32, (1,), self.data)
+        if v_scale_layout not in _V_SCALE_LAYOUTS:
+            raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, _V_SCALE_LAYOUTS)))
+        result = output("out", out, (1, hidden), (x.dtype,), like=x)
+        DECODE_STEP(
+            Arguments(
+                x=x,
+                weights=self.data,
+                norms=self.norms,
+                head_norms=self.head_norms,
+                biases=self.biases,
+                alphas=self.alphas,
+                kv_cache=kv_cache,
+                kv_cache_sf=kv_cache_sf.view(torch.uint8),
+                kv_scales=kv_scales,
+                block_tables=block_tables,
+                seq_lens=seq_lens,
+                positions=positions,
+                cos_sin_cache=cos_sin_cache,
+                state=self._state,
+                out=result,
+                heads=self.problem.heads,
+                inter=self.problem.inter,
+                interleaved=v_scale_layout == _V_SCALE_LAYOUTS[1],
+                eps=self.eps,
+                scale=HEAD_DIM**-0.5 if sm_scale is None else sm_scale,
+                enable_pdl=enable_pdl,
+            )
         )
+        return result
 
 
-@public
-def _run(
-    *,
-    x: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_cache_sf: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_scales: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    weights: torch.Tensor,
-    norms: torch.Tensor,
-    head_norms: torch.Tensor | None,
-    biases: torch.Tensor | None,
-    alphas: torch.Tensor,
-    state: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    inter: int,
-    eps: float,
-    sm_scale: float,
-    v_scale_layout: str,
-    out: torch.Tensor | None,
-    enable_pdl: bool | None,
-) -> torch.Tensor:
-    """DecodeStep.run(), as a function of tensors and numbers."""
-    layers, _, hidden = norms.shape
-    _check("x", x, norms.dtype, (1, hidden), weights)
-    if kv_cache.dim() != 6 or kv_cache.shape[2] == 0:
-        raise ArgumentError("kv_cache", f"shape {tuple(kv_cache.shape)}", "[layers, 2, pages, kv_heads, 64, 64]")
-    paged = (layers, 2, kv_cache.shape[2], kv_heads, PAGE)
-    _check("kv_cache", kv_cache, torch.uint8, (*paged, HEAD_DIM // 2), weights)
-    check_dtype("kv_cache_sf", kv_cache_sf, (torch.uint8, torch.float8_e4m3fn))
-    _check("kv_cache_sf", kv_cache_sf, kv_cache_sf.dtype, (*paged, HEAD_DIM // 16), weights)
-    if block_tables.dim() != 2 or block_tables.shape[1] == 0:
-        raise ArgumentError("block_tables", f"shape {tuple(block_tables.shape)}", "[1, n]")
-    _check("block_tables", block_tables, torch.int32, (1, block_tables.shape[1]), weights)
-    _check("seq_lens", seq_lens, torch.int32, (1,), weights)
-    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[0] == 0:
-        raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", f"[max_position, {HEAD_DIM}]")
-    _check("cos_sin_cache", cos_sin_cache, torch.float32, (cos_sin_cache.shape[0], HEAD_DIM), weights)
-    if kv_scales is not None:
-        _check("kv_scales", kv_scales, torch.float32, (layers, 2), weights)
-    if positions is not None:
-        _check("positions", positions, torch.int32, (1,), weights)
-    if v_scale_layout not in _V_SCALE_LAYOUTS:
-        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, _V_SCALE_LAYOUTS)))
-    result = output("out", out, (1, hidden), (x.dtype,), like=x)
-    DECODE_STEP(
-        Arguments(
-            x=x,
-            weights=weights,
-            norms=norms,
-            head_norms=head_norms,
-            biases=biases,
-            alphas=alphas,
-            kv_cache=kv_cache,
-            kv_cache_sf=kv_cache_sf.view(torch.uint8),
-            kv_scales=kv_scales,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            positions=positions,
-            cos_sin_cache=cos_sin_cache,
-            state=state,
-            out=result,
-            heads=heads,
-            inter=inter,
-            interleaved=v_scale_layout == _V_SCALE_LAYOUTS[1],
-            eps=eps,
-            scale=sm_scale,
-            enable_pdl=enable_pdl,
-        )
-    )
-    return result
+replay.unpack(
+    DecodeStep,
+    *("data", "norms", "head_norms", "biases", "alphas", "_state", "eps"),
+    *("problem.heads", "problem.kv_heads", "problem.inter"),
+)
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor) -> None:
