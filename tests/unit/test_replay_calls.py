@@ -69,7 +69,6 @@ def test_every_public_function_is_here() -> None:
 UNPACKED = {
     "BatchDecodeWithPagedKVCacheWrapper": "the wrapper's plan and lists",
     "BatchPrefillWithPagedKVCacheWrapper": "the wrapper's plan and lists",
-    "DecodeStep": "its weights",
     "causal_conv1d_fn": "metadata is left out",
     "fp4_quantize inversed": "the reciprocal of a scale",
     "mm_bf16_fp4": "an Fp4Weight",
