@@ -135,6 +135,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function of tensors: see above. Calls on other than plain CUDA tensors are not changed."""
     memory: _Memory = {}
     _memories.append(memory)
+    sorts = _Sorts()
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -142,7 +143,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
         kinds: _Kinds = (*map(type, values), *kwargs)  # type: ignore[arg-type]
-        sort = _sorts[kinds]
+        sort = sorts[kinds]
         if (groups_of := sort.groups) is not None:
             groups = groups_of(values)
             lengths: tuple[int, ...]
@@ -196,10 +197,10 @@ class _Sort:
 
     def add(self, lengths: tuple[int, ...], held: Sequence[Any]) -> _Sort:
         """The functions for groups of these lengths. Where they hold tensors now and something else in a later call,
-        the check of its tensors fails.
+        the check of its tensors fails, of which the first is none of a group.
         """
         sorts, types = _Sorts(*self.types), (*map(type, held),)
-        all_tensors = _TENSOR_TYPES.issuperset(types)
+        all_tensors = _TENSOR_TYPES.issuperset(types) and not _TENSOR_TYPES.isdisjoint(self.types)
         return self.of_lengths.setdefault(lengths, sorts[types] if all_tensors else _Sort(self.types, of_types=sorts))
 
 
@@ -231,7 +232,6 @@ _GROUP_TYPES = (tuple, list)
 _TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _fields: dict[type, _Take] = {}  # by unpack()
 _sign = functools.partial(math.copysign, 1.0)
-_sorts = _Sorts()
 
 
 def _groups_of(types: tuple[type, ...], numbers: Sequence[int]) -> _Take:

@@ -57,6 +57,28 @@ class TestArguments:
             function(first, second)
         assert ran == [(1, 2), (2, 1), (3, 0), (0, 3), (1, 1)]
 
+    def test_groups_of_flags_are_other_calls_for_other_values_and_types(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(x: Any, sizes: object, mixed: object = ()) -> None:
+            ran.append((sizes, mixed))
+            replay.note(Step(FakeLaunch(), (x if isinstance(x, torch.Tensor) else x[0],), (), ()))
+
+        x = aligned(4)
+        groups: list[Any] = [(1, 2), (1, 3), (True, 2), (1.0, 2), (0.0, 2), (-0.0, 2), (1, None), [x, 2], [2, x], (2,)]
+        for _ in range(2):
+            for sizes in groups:
+                function(x, sizes), function(x, sizes, (x, "a")), function(x, (), sizes)
+        assert len(ran) == 3 * len(groups)
+        for sizes in ((x, x[:]), (1, 2)) * 2:
+            function(sizes, sizes)
+        assert len(ran) == 3 * len(groups) + 3, "a call without a tensor is not remembered"
+        ran.clear()
+        for unknown in ((1, (2,)), (1, {2}), [[]]):  # a group in a group, or something else
+            function(x, unknown), function(x, unknown)
+        assert len(ran) == 6
+
     def test_a_call_without_a_result_returns_none(self) -> None:
         ran = []
 

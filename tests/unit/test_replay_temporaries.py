@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jitfp4 import replay
+from jitfp4 import remembered, replay
 from jitfp4.remembered import Step
 from tests.support.launches import FakeLaunch, plain  # noqa: F401 - a fixture
 from tests.support.replay import aligned
@@ -31,6 +31,35 @@ def test_a_temporary_of_what_a_launch_wrote_is_not_made_before_it() -> None:
     x = aligned(4)
     function(x), function(x)
     assert len(ran) == 2
+
+
+def test_scratch_is_one_allocation_but_for_what_something_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, made = FakeLaunch(), []
+
+    def empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty_strided(shape, stride, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(remembered, "empty_cuda", empty)
+
+    @replay.replayed
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first, source, last = (replay.scratch((5, 3), dtype, x) for dtype in (torch.float64, torch.int8, torch.float32))
+        out, own = torch.empty(4), replay.temporary(torch.Tensor.int, source)
+        replay.note(Step(launch, (x, first, last), (first,), disjoint=((first, last),)))
+        replay.note(Step(launch, (last, first, source, own, out), (), ()))
+        return out
+
+    function(aligned(4))
+    out = function(aligned(4))
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in made] == [
+        ((4,), torch.float32),
+        ((5, 3), torch.int8),
+        ((1024,), torch.uint8),
+    ]
+    (_, first, last), (*again, source, own, result) = launch.repeated
+    assert (first, last) == (made[2].data_ptr(), made[2].data_ptr() + 512) == tuple(reversed(again))
+    assert (source, result) == (made[1].data_ptr(), out.data_ptr()) and own not in (source, first, last)
 
 
 def test_temporaries_are_made_anew() -> None:
