@@ -28,7 +28,7 @@ LEAST = 2.0**-150
 """float32 rounds it, and what is less, to 0."""
 _MOST_NUMBERS = 1024
 _numbers: dict[tuple[float, torch.device], torch.Tensor | None] = {}  # None for a number that came once
-_MOST_COUNTED = 1 << 20
+_LEAST_COUNTED, _MOST_COUNTED = 10, 1 << 20
 _counts: dict[torch.device, list[torch.Tensor]] = {}  # int32 [0, 1, ...], each longer than the one before
 _counted: dict[tuple[torch.device, int, int], torch.Tensor] = {}  # parts of them
 _numbering = threading.Lock()
@@ -165,7 +165,8 @@ def _count(start: int, stop: int, device: torch.device) -> torch.Tensor:
         if stop <= _MOST_COUNTED and not torch.cuda.is_current_stream_capturing():
             with _numbering, torch.inference_mode(False):
                 if device not in _counts or len(_counts[device][-1]) < stop:  # graphs may read the others
-                    numbers = torch.arange(1 << max(10, (stop - 1).bit_length()), dtype=torch.int32)
+                    size = 1 << max(_LEAST_COUNTED, (stop - 1).bit_length())
+                    numbers = torch.arange(size, dtype=torch.int32, device="cpu")
                     _counts.setdefault(device, []).append(numbers.to(device))  # the host waits, as for _number()
                 if len(_counted) >= _MOST_NUMBERS:
                     _counted.clear()
