@@ -266,7 +266,7 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
                 memory.clear()
             with _counting:
                 if generation == _generation:
-                    memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), repeat))
+                    memory[key] = ((guard(tensors), repeat), *memory.get(key, ())[:_MOST_OF_A_KEY])
     return result
 
 

@@ -3,68 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.problem import CACHES
-from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, Run, attention, check_sizes, dtype, dtypes
+from jitfp4.families.attention.wrapper import PagedWrapper, Plan, check_sizes, dtype, dtypes
 from jitfp4.public import checked
-from jitfp4.replay import replayed
-
-
-@checked
-def _run(
-    plan: Plan,
-    q: torch.Tensor,
-    paged_kv_cache: checks.Pair,
-    q_scale: float | torch.Tensor | None,
-    k_scale: float | torch.Tensor | None,
-    v_scale: float | torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    return_lse: bool,
-    enable_pdl: bool | None,
-    window_left: int | None,
-    sinks: torch.Tensor | None,
-    q_len_per_req: int | None,
-    skip_softmax_threshold_scale_factor: float | None,
-    kv_cache_sf: checks.Pair | None,
-    workspace: torch.Tensor,
-    *lists: torch.Tensor | None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """run() with what the wrapper has."""
-    checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-    q_len = (plan.q_len or 1) if q_len_per_req is None else q_len_per_req
-    checks.check_q_len("q_len_per_req", q_len)
-    return attention(
-        plan,
-        Run(
-            workspace,
-            *Lists(*lists),  # type: ignore[arg-type]
-            q=q,
-            paged_kv_cache=paged_kv_cache,
-            kv_cache_sf=kv_cache_sf,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            window_left=window_left,
-            q_len=q_len,
-            enable_pdl=enable_pdl,
-        ),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _remembered(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """_run() for a plan, remembered by its other arguments."""
-    return replayed(functools.partial(_run, plan))
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -226,14 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        run = self._run
-        if run is None:
-            plan = self._planned()
-            if torch.compiler.is_dynamo_compiling():
-                run = functools.partial(_run, plan)
-            else:
-                run = self._run = _remembered(plan)
-        return run(
+        return self._attention()(
             q,
             paged_kv_cache,
             q_scale,
@@ -245,9 +184,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             enable_pdl,
             window_left,
             sinks,
+            kv_cache_sf,
             q_len_per_req,
             skip_softmax_threshold_scale_factor,
-            kv_cache_sf,
+            *(None, None),  # of prefill
             self._workspace,
             *self._listed(),
         )

@@ -14,16 +14,9 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.engine_names import BufferPlanner
 from jitfp4.families.attention.masks import check_buffers, check_room, check_whole_mask, fill, whole_mask
-from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, Run, attention, check_sizes, dtypes
+from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, check_sizes, dtypes
 from jitfp4.public import checked
-from jitfp4.replay import replayed
 from jitfp4.tensors import output
-
-
-@functools.lru_cache(maxsize=1024)
-def _remembered(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """attention() for a plan, remembered by the fields of a Run."""
-    return replayed(lambda *fields: attention(plan, Run(*fields)))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
@@ -213,7 +206,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     def _cached_module(self) -> BufferPlanner | None:
         return None if self._buffers is None or self._plan is None else BufferPlanner(self)
 
-    @checked
     def run(
         self,
         q: torch.Tensor,
@@ -255,46 +247,29 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        if skip_softmax_threshold_scale_factor is not None or use_fp16_softmax or uses_spcompress:
-            checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-            checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
-            checks.unused("uses_spcompress", uses_spcompress or None, None)
-        for name, value, allowed in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
-            if value not in allowed:
-                raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
-        transposed = lse_layout == "HN" and (return_lse or lse is not None)
-        given = output("lse", lse, (q.shape[1], q.shape[0]), (torch.float32,), like=q) if transposed else lse
-        plan, lists = self._planned(), self._listed()
-        q_len = plan.q_len
-        request = Run(
+        run = self._attention()
+        if lse_base != "log2" or lse_layout != "NH":
+            run = functools.partial(_with_logarithms, run, lse_base, lse_layout)
+        return run(
+            q,
+            paged_kv_cache,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            return_lse,
+            enable_pdl,
+            window_left,
+            sinks,
+            kv_cache_sf,
+            None,
+            skip_softmax_threshold_scale_factor,
+            use_fp16_softmax,
+            uses_spcompress,
             self._workspace,
-            *lists,
-            q=q,
-            paged_kv_cache=paged_kv_cache,
-            kv_cache_sf=kv_cache_sf,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            out=out,
-            lse=None if transposed else given,
-            return_lse=return_lse or lse is not None,
-            window_left=window_left,
-            q_len=max(1, q.shape[0]) if q_len is None else q_len,
-            enable_pdl=enable_pdl,
+            *self._listed(),
         )
-        if torch.compiler.is_dynamo_compiling():
-            result = attention(plan, request)
-        else:
-            if self._run is None:
-                self._run = _remembered(plan)
-            result = self._run(*request)
-        if not isinstance(result, tuple):
-            return result
-        logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]
-        if lse_base == "ln":
-            logarithms.mul_(math.log(2))
-        return (result[0], logarithms) if return_lse else result[0]
 
     @checked
     def forward(
@@ -365,3 +340,34 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return self.run(q, paged_kv_cache, None, k_scale, v_scale, return_lse=True, kv_cache_sf=kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+@checked
+def _with_logarithms(
+    run: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+    lse_base: str,
+    lse_layout: str,
+    q: torch.Tensor,
+    paged_kv_cache: checks.Pair,
+    q_scale: checks.Factor,
+    k_scale: checks.Factor,
+    v_scale: checks.Factor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    *others: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What ``run`` gives, with logarithms of another base or in another order."""
+    for name, value, allowed in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
+        if value not in allowed:
+            raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
+    wanted, transposed = return_lse or lse is not None, lse_layout == "HN"
+    given = output("lse", lse, (q.shape[1], q.shape[0]), (torch.float32,), like=q) if wanted and transposed else lse
+    own = None if transposed else lse
+    result = run(q, paged_kv_cache, q_scale, k_scale, v_scale, out, own, wanted, *others)
+    if not isinstance(result, tuple):
+        return result
+    logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]
+    if lse_base == "ln":
+        logarithms.mul_(math.log(2))
+    return (result[0], logarithms) if return_lse else result[0]

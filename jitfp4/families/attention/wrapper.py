@@ -17,6 +17,7 @@ from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.engine_names import EngineNames, tokens
 from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.public import checked
+from jitfp4.replay import replayed
 from jitfp4.tensors import check_dtype, check_strided
 
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
@@ -55,31 +56,6 @@ class Plan:
     q_len: int | None
     causal: bool
     whole: bool
-
-
-class Run(NamedTuple):
-    """The tensors and factors of a run(), with the wrapper's workspace and the lists of its plan()."""
-
-    workspace: torch.Tensor
-    page_ends: torch.Tensor
-    pages: torch.Tensor
-    seq_lens: torch.Tensor
-    q_ends: torch.Tensor | None
-    mask: torch.Tensor | None
-    mask_ends: torch.Tensor | None
-    q: torch.Tensor
-    paged_kv_cache: checks.Pair
-    kv_cache_sf: checks.Pair | None
-    q_scale: checks.Factor
-    k_scale: checks.Factor
-    v_scale: checks.Factor
-    sinks: torch.Tensor | None
-    out: torch.Tensor | None
-    lse: torch.Tensor | None
-    return_lse: bool
-    window_left: int | None
-    q_len: int
-    enable_pdl: bool | None
 
 
 class PagedWrapper(EngineNames):
@@ -145,6 +121,14 @@ class PagedWrapper(EngineNames):
                 buffer[: len(tensor)].copy_(tensor)
             moved = [self._buffers[0][: batch + 1], self._buffers[1], *(b[: batch + 1] for b in self._buffers[2:])]
         return Lists(moved[0], moved[1], moved[2], moved[3] if len(moved) > 3 else None)
+
+    def _attention(self) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+        """attention() for the latest plan."""
+        if self._run is None:
+            if torch.compiler.is_dynamo_compiling():
+                return functools.partial(attention, self._planned())
+            self._run = _remembered(self._planned())
+        return self._run
 
     @property
     def device(self) -> torch.device:
@@ -221,55 +205,89 @@ def sides(name: str, tensors: checks.Pair, kv_layout: str) -> tuple[torch.Tensor
     return key, value
 
 
-def attention(plan: Plan, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What run() gives for a plan."""
-    check_dtype("q", run.q, (plan.q_dtype,))
-    key, value = sides("paged_kv_cache", run.paged_kv_cache, plan.kv_layout)
+@checked
+def attention(
+    plan: Plan,
+    q: torch.Tensor,
+    paged_kv_cache: checks.Pair,
+    q_scale: checks.Factor,
+    k_scale: checks.Factor,
+    v_scale: checks.Factor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    enable_pdl: bool | None,
+    window_left: int | None,
+    sinks: torch.Tensor | None,
+    kv_cache_sf: checks.Pair | None,
+    q_len_per_req: int | None,
+    skip_softmax_threshold_scale_factor: float | None,
+    use_fp16_softmax: bool | None,
+    uses_spcompress: bool | None,
+    workspace: torch.Tensor,
+    *lists: torch.Tensor | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What run() gives for a plan, with what the wrapper has; logarithms are of base 2, [tokens, heads]."""
+    checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+    checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
+    checks.unused("uses_spcompress", uses_spcompress or None, None)
+    planned = Lists(*lists)  # type: ignore[arg-type]
+    check_dtype("q", q, (plan.q_dtype,))
+    key, value = sides("paged_kv_cache", paged_kv_cache, plan.kv_layout)
     check_dtype("paged_kv_cache", key, CODE_DTYPES if plan.cache_dtype in CODE_DTYPES else (plan.cache_dtype,))
     page_at, heads_at = (2, 1) if plan.kv_layout == "HND" else (1, 2)
     if key.dim() != 4 or (key.shape[page_at], key.shape[heads_at]) != (plan.page_size, plan.heads[1]):
         wanted = f"pages of {plan.page_size} tokens and {plan.heads[1]} heads, as planned"
         raise ArgumentError("paged_kv_cache", f"shape {tuple(key.shape)}", wanted)
-    if run.q.dim() != 3 or tuple(run.q.shape[1:]) != (plan.heads[0], plan.head_dim):
+    if q.dim() != 3 or tuple(q.shape[1:]) != (plan.heads[0], plan.head_dim):
         wanted = f"[tokens, {plan.heads[0]}, {plan.head_dim}], as planned"
-        raise ArgumentError("q", f"shape {tuple(run.q.shape)}", wanted)
-    scales = (None, None) if run.kv_cache_sf is None else sides("kv_cache_sf", run.kv_cache_sf, plan.kv_layout)
+        raise ArgumentError("q", f"shape {tuple(q.shape)}", wanted)
+    q_len = max(1, q.shape[0]) if plan.q_len is None else plan.q_len
+    if q_len_per_req is not None:
+        checks.check_q_len("q_len_per_req", q_len := q_len_per_req)
+    scales = (None, None) if kv_cache_sf is None else sides("kv_cache_sf", kv_cache_sf, plan.kv_layout)
     try:
         result = attend(
             Call(
-                query=run.q,
+                query=q,
                 key=key,
                 value=value,
                 key_scales=scales[0],
                 value_scales=scales[1],
-                workspace_buffer=run.workspace,
-                block_tables=run.pages,
-                seq_lens=run.seq_lens,
-                page_ends=run.page_ends,
-                cum_seq_lens_q=run.q_ends,
-                bmm1_scale=checks.product(run.q, plan.sm_scale, q_scale=run.q_scale, k_scale=run.k_scale),
-                bmm2_scale=checks.product(run.q, 1.0, v_scale=run.v_scale),
-                sinks=run.sinks,
-                out=run.out,
-                lse=run.lse,
+                workspace_buffer=workspace,
+                block_tables=planned.pages,
+                seq_lens=planned.seq_lens,
+                page_ends=planned.page_ends,
+                cum_seq_lens_q=planned.q_ends,
+                bmm1_scale=checks.product(q, plan.sm_scale, q_scale=q_scale, k_scale=k_scale),
+                bmm2_scale=checks.product(q, 1.0, v_scale=v_scale),
+                sinks=sinks,
+                out=out,
+                lse=lse,
                 max_seq_len=0,
-                window_left=plan.window_left if run.window_left is None else run.window_left,
+                window_left=plan.window_left if window_left is None else window_left,
                 out_dtype=plan.out_dtype,
                 kv_layout=plan.kv_layout,
                 v_scale_layout=plan.v_scale_layout,
-                q_len=run.q_len,
+                q_len=q_len,
                 soft_cap=plan.soft_cap,
                 causal=plan.causal,
                 whole=plan.whole,
-                with_lse=run.return_lse or run.lse is not None,
-                enable_pdl=run.enable_pdl,
-                mask=run.mask,
-                mask_ends=run.mask_ends,
+                with_lse=return_lse or lse is not None,
+                enable_pdl=enable_pdl,
+                mask=planned.mask,
+                mask_ends=planned.mask_ends,
             )
         )
     except ArgumentError as error:
         raise renamed(error, _NAMES) from None
-    return (result[0], result[1]) if run.return_lse else result[0]
+    return (result[0], result[1]) if return_lse else result[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """attention() for a plan, remembered by its other arguments."""
+    return replayed(functools.partial(attention, plan))
 
 
 def _bytes(workspace: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
