@@ -10,7 +10,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver as cuda
@@ -27,7 +27,6 @@ _MAP_L2_PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _MAX_MAPS = 256
 _MAX_PREPARED = 1024  # launches that a kernel keeps
 _POINTER = object()
-_thread = threading.local()
 
 
 class LoadedKernel:
@@ -116,17 +115,15 @@ class PreparedLaunch:
             else:
                 self._values[place] = constant
                 self._params[place] = ctypes.addressof(self._values) + 8 * place
-        self._configs: dict[int, ctypes.c_void_p] = {}  # by stream
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on a raw stream of the current device, with tensors at these addresses."""
-        self.bound(addresses)(stream)
+        run = self.bound(addresses, stream)
+        if error := run():
+            run.retry(error)
 
-    def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
-        """The launch with tensors at these addresses, as a function of the stream.
-
-        It has argument memory of its own, which nobody writes any more: threads may share it.
-        """
+    def bound(self, addresses: Sequence[int], stream: int) -> BoundLaunch:
+        """The launch on a raw stream with tensors at these addresses."""
         pointers = (ctypes.c_uint64 * len(addresses))(*addresses)
         params = type(self._params).from_buffer_copy(self._params)
         for number, place in enumerate(self._places):
@@ -134,23 +131,31 @@ class PreparedLaunch:
         maps = [_encode(layout, addresses[number]) for number, layout in self._maps]
         for (number, _), (_, start) in zip(self._maps, maps, strict=True):
             params[self._places[number]] = start
-        held = pointers, params, maps, self._values  # for as long as the function lives
-        where, handle = ctypes.c_void_p(ctypes.addressof(params)), self._kernel.handle
-        launch, configs, thread = _functions().cuLaunchKernelEx, self._configs, _thread
-
-        def run(stream: int, _held: object = held) -> None:
-            try:
-                thread.bound  # noqa: B018
-            except AttributeError:  # a thread that never called the driver has no current context
-                Device(self._kernel.device).set_current()
-                thread.bound = True
-            if status := launch(configs.get(stream) or self._config(stream), handle, where, None):
-                raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
-
+        config = self._kernel.config(self._geometry, self._pdl, stream)
+        where = ctypes.c_void_p(ctypes.addressof(params))
+        run = BoundLaunch(_functions().cuLaunchKernelEx, config, self._kernel.handle, where, None)
+        run.kernel, run.held = self._kernel, (pointers, params, maps, self._values)
         return run
 
-    def _config(self, stream: int) -> ctypes.c_void_p:
-        return self._configs.setdefault(stream, self._kernel.config(self._geometry, self._pdl, stream))
+
+class BoundLaunch(functools.partial[int]):
+    """A launch with all its arguments, as a function that returns the driver's error.
+
+    It has argument memory of its own, which nobody writes any more: threads may share it.
+    """
+
+    kernel: LoadedKernel
+    held: object  # the argument memory
+
+    def retry(self, error: int) -> None:
+        """Launch in a thread that has no current context because it never called the driver. Raises LaunchError where
+        that is not the cause of ``error``.
+        """
+        if not int(_called("cuCtxGetCurrent")):
+            Device(self.kernel.device).set_current()
+            error = self()
+        if error:
+            raise LaunchError(f"{self.kernel.symbol}: {cuda.CUresult(error).name}")
 
 
 class Memory:

@@ -23,11 +23,23 @@ Repeat = Callable[[tuple[torch.Tensor, ...]], Any]
 """Repeats a call with other tensors; REFUSED, without a launch, where a condition does not hold."""
 
 
+class Run(Protocol):
+    """A launch with all its arguments: driver.BoundLaunch."""
+
+    def __call__(self) -> int:
+        """Launch. Returns the driver's error, 0 for none."""
+        ...
+
+    def retry(self, error: int) -> None:
+        """Launch after an error, or raise LaunchError."""
+        ...
+
+
 class Launch(Protocol):
     """A launch that can be repeated: driver.PreparedLaunch."""
 
-    def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
-        """The launch with tensors at these addresses, as a function of the stream."""
+    def bound(self, addresses: Sequence[int], stream: int) -> Run:
+        """The launch on a stream with tensors at these addresses."""
         ...
 
 
@@ -83,19 +95,19 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 class Call(NamedTuple):
     """A remembered call. Tensors have numbers: first the arguments, then what is allocated, then the temporaries."""
 
-    launch: Launch
+    launches: tuple[tuple[Launch, slice], ...]  # in order, each with its part of the addresses
     device: int
-    chosen: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]  # the launch's tensors
-    offsets: tuple[int, ...]  # of the launch's addresses from those of ``chosen``, in bytes; empty if all are 0
+    chosen: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]  # the launches' tensors
+    offsets: tuple[int, ...]  # of the launches' addresses from those of ``chosen``, in bytes; empty if all are 0
     conditions: tuple[tuple[Callable[..., bool], tuple[int, ...]], ...]  # and the numbers of arguments
     allocated: tuple[_Layout, ...]  # results and scratch
     temporaries: tuple[tuple[Callable[..., torch.Tensor], tuple[int, ...]], ...]  # and the numbers of their sources
     aligned: tuple[int, ...]
-    disjoint: tuple[tuple[int, int, Places], ...]  # two of the launch's tensors
+    disjoint: tuple[tuple[int, int, Places], ...]  # two of the launches' tensors
     companions: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor], int], ...]  # of which of those, by what number
     results: Callable[[Sequence[torch.Tensor]], Any]
-    allowed: dict[tuple[int, ...], Callable[[int], None]]
-    """By addresses of ``chosen`` that passed the checks before: the launch with them, as a function of the stream."""
+    allowed: dict[tuple[int, ...], tuple[Run, ...]]
+    """By a stream and addresses of ``chosen`` that passed the checks before: the launches with them."""
 
     def repeat(self) -> Repeat:
         """The function that repeats the call."""
@@ -112,11 +124,13 @@ class Call(NamedTuple):
                     tensors = (*tensors, *[empty_cuda(*layout) for layout in allocated])
                 for make, sources in temporaries:
                     tensors = (*tensors, make(*[tensors[source] for source in sources]))
-                addresses = (*map(_address, chosen(tensors)),)
-                if (run := allowed.get(addresses)) is not None:
-                    run(current_stream(device))
-                elif not self._launch_new(addresses, tensors):
+                where = (current_stream(device), *map(_address, chosen(tensors)))
+                runs = allowed.get(where) or self._bound(where, tensors)
+                if not runs:
                     return REFUSED
+                for run in runs:
+                    if error := run():
+                        run.retry(error)
             finally:
                 if previous != device:
                     exchange_device(previous)
@@ -124,23 +138,23 @@ class Call(NamedTuple):
 
         return repeat
 
-    def _launch_new(self, addresses: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> bool:
-        """Launch with addresses that are not known yet; returns False, without a launch, where they are not allowed."""
-        final = [*map(operator.add, addresses, self.offsets)] if self.offsets else [*addresses]
+    def _bound(self, where: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tuple[Run, ...]:
+        """The launches with a stream and addresses that are not known yet; none where they are not allowed."""
+        stream, *addresses = where
+        final = [*map(operator.add, addresses, self.offsets)] if self.offsets else addresses
         if not self._allows(final):
-            return False
+            return ()
         lasting, held = True, []
         for place, find, source in self.companions:
             held.append(find(tensors[source]))
             final[place] = held[-1].data_ptr()
             lasting &= find(tensors[source]) is held[-1]
-        run = self.launch.bound(final)
+        runs = (*[launch.bound(final[part], stream) for launch, part in self.launches],)
         if lasting:
             if len(self.allowed) >= MOST:
                 self.allowed.clear()
-            self.allowed[addresses] = run
-        run(current_stream(self.device))
-        return True
+            self.allowed[where] = runs
+        return runs
 
     def _allows(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses are aligned, and the tensors share no memory, where the operations require it."""
@@ -162,13 +176,15 @@ def understand(notes: Notes, given: Sequence[torch.Tensor], result: Any) -> tupl
     if not steps or len(steps) < len(notes.steps):
         return None, bool(notes.steps)
     try:
-        return _repeatable(_joined(steps), notes, given, result).repeat(), True
+        return _repeatable(steps, notes, given, result).repeat(), True
     except _Unrepeatable:
         return None, True
 
 
-def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result: Any) -> Call:
+def _repeatable(steps: Sequence[Step], notes: Notes, given: Sequence[torch.Tensor], result: Any) -> Call:
     """The call of these launches."""
+    launched = [tensor for step in steps for tensor in step.tensors]
+    ends = itertools.pairwise([0, *itertools.accumulate(len(step.tensors) for step in steps)])
     returned = () if result is None else result if isinstance(result, tuple) else (result,)
     numbers = _Numbers(given)
     conditions = [(holds, (*map(numbers.of, sources),)) for holds, sources in notes.conditions]
@@ -184,24 +200,25 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
         numbers.add(tensor)
     for view, source in notes.parts:
         numbers.add_part(view, source)
-    chosen, offsets = zip(*map(numbers.at, step.tensors), strict=True)
+    chosen, offsets = zip(*map(numbers.at, launched), strict=True)
     owners = {numbers.of(one.tensor): (one.find, numbers.source(one.source)) for one in notes.companions}
     companions = tuple((place, *owners[number]) for place, number in enumerate(chosen) if number in owners)
     for tensor in results:
         if not _is_whole(tensor) or numbers.of(tensor) not in chosen:  # part of another, or not filled by a launch
             raise _Unrepeatable
-    places = {tensor.data_ptr(): place for place, tensor in enumerate(step.tensors)}
+    places = {tensor.data_ptr(): place for place, tensor in enumerate(launched)}
     return Call(
-        step.launch,
-        step.tensors[0].get_device(),
+        tuple((step.launch, slice(*part)) for step, part in zip(steps, ends, strict=True)),
+        launched[0].get_device(),
         take([owners[number][1] if number in owners else number for number in chosen]),
         offsets if any(offsets) else (),
         (*conditions, *numbers.twins),
         (*((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated), *together),
         tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
-        tuple(places[a] for tensor in step.aligned if (a := tensor.data_ptr()) in places),
+        tuple(places[a] for step in steps for tensor in step.aligned if (a := tensor.data_ptr()) in places),
         tuple(
             (places[a], places[b], Places.of(first, second))
+            for step in steps
             for first, second in step.disjoint
             if (a := first.data_ptr()) in places and (b := second.data_ptr()) in places
         ),
@@ -223,35 +240,6 @@ def _none(_tensors: Sequence[torch.Tensor]) -> None:
 
 def _at_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr()
-
-
-class _InOrder(NamedTuple):
-    """Several launches as one; each gets its part of the addresses."""
-
-    parts: tuple[tuple[Launch, slice], ...]
-
-    def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
-        runs = [launch.bound(addresses[part]) for launch, part in self.parts]
-
-        def run(stream: int) -> None:
-            for one in runs:
-                one(stream)
-
-        return run
-
-
-def _joined(steps: Sequence[Step]) -> Step:
-    """The launches of a call as one."""
-    if len(steps) == 1:
-        return steps[0]
-    ends = [0, *itertools.accumulate(len(step.tensors) for step in steps)]
-    parts = tuple((step.launch, slice(*part)) for step, part in zip(steps, itertools.pairwise(ends), strict=True))
-    return Step(
-        _InOrder(parts),
-        [tensor for step in steps for tensor in step.tensors],
-        tuple(tensor for step in steps for tensor in step.aligned),
-        tuple(pair for step in steps for pair in step.disjoint),
-    )
 
 
 class _Numbers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +20,9 @@ class FakeLaunch:
     def __init__(self) -> None:
         self.repeated: list[tuple[int, ...]] = []
 
-    def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
-        def run(stream: int) -> None:
-            assert stream == 7
-            self.repeated.append(tuple(addresses))
-
-        return run
+    def bound(self, addresses: Sequence[int], stream: int) -> Any:
+        assert stream == 7
+        return lambda: self.repeated.append(tuple(addresses))
 
 
 @pytest.fixture
@@ -64,5 +61,5 @@ class _Named:
     def __init__(self, name: str, repeated: list[str]) -> None:
         self._name, self._repeated = name, repeated
 
-    def bound(self, _addresses: Sequence[int]) -> Callable[[int], None]:
-        return lambda _stream: self._repeated.append(self._name)
+    def bound(self, _addresses: Sequence[int], _stream: int) -> Any:
+        return lambda: self._repeated.append(self._name)

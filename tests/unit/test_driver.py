@@ -227,6 +227,31 @@ def test_threads_share_a_repeated_launch() -> None:
     assert not errors and all((out == 1).all() for out in outs)
 
 
+def test_a_bound_launch_runs_in_a_thread_without_a_context() -> None:
+    kernel, out = (
+        load(ARGUMENTS, Ptr("out", "double"), I64("n"), F32("f")),
+        torch.zeros(4, dtype=torch.float64, device="cuda"),
+    )
+    with on_device(0) as stream:
+        prepared, _ = kernel.launch(ONE_THREAD, (out, 0, 1.0), stream=stream, pdl=False)
+    run, errors = prepared.bound([out[2:].data_ptr()], stream), list[BaseException]()
+
+    def body() -> None:
+        try:
+            if error := run():
+                run.retry(error)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert not errors and out.tolist() == [1, 0, 1, 0]
+    with pytest.raises(LaunchError, match="kernel: CUDA_ERROR_INVALID_VALUE"):
+        run.retry(1)
+
+
 def test_the_driver_refuses_what_is_not_a_cubin() -> None:
     from jitfp4.driver import LoadedKernel
 

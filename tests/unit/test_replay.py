@@ -118,9 +118,9 @@ class TestLogic:
         order: list[tuple[int, ...]] = []
 
         class Ordered(FakeLaunch):
-            def bound(self, addresses: Sequence[int]) -> Callable[[int], None]:
+            def bound(self, addresses: Sequence[int], stream: int) -> Any:
                 order.append(tuple(addresses))
-                return super().bound(addresses)
+                return super().bound(addresses, stream)
 
         ran = []
 
