@@ -2,8 +2,9 @@
 
 Run on a GPU: ``python -m bench.bench_launch [--out DIR]``. The GPU work is tiny and asynchronous; the time until the
 call returns is measured. Rows that begin with ``good:`` are the calls of tests/inputs/good.py, one for each public
-function and method, with as many arguments given as go together. ``torch_ops`` and ``triton_launches`` are this time
-divided by that of a torch in-place addition and of a Triton kernel with 7 arguments, in the same run.
+function and method, with as many arguments given as go together. ``torch_ops`` is this time divided by that of a torch
+in-place addition right before, because the clock of a host may change every second; ``triton_launches`` is it divided
+by that of a Triton kernel with 7 arguments in the same run.
 """
 
 from __future__ import annotations
@@ -39,25 +40,29 @@ from tests.inputs.good import good_calls
 
 CALLS, ROUNDS = 2000, 9
 ROUND_S = 0.02  # of slow calls, a round has fewer
+BEFORE = 200  # additions before each call's round
 TORCH, TRITON = "torch in-place add", "Triton kernel, 7 arguments"
 
 Call = Callable[[], object]
 
 
-def host_us(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Median over rounds of the mean host microseconds per call; the queue is drained between rounds.
+def host_us(calls: Mapping[str, Call]) -> dict[str, tuple[float, float]]:
+    """Medians over rounds: mean host microseconds of a call, and these divided by those of the addition right before.
 
-    Each round has every call, so that slow clocks at the beginning affect all calls alike.
+    The queue is drained between rounds. Each round has every call, so that slow clocks at the beginning affect all
+    calls alike.
     """
-    rounds: dict[str, list[float]] = {name: [] for name in calls}
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
     for name, call in calls.items():
         call()
         counts[name] = min(CALLS, max(1, int(ROUND_S / _mean_s(call, min(CALLS, 5)))))
     for _ in range(ROUNDS + 2):
         for name, call in calls.items():
-            rounds[name].append(1e6 * _mean_s(call, counts[name]))
-    return {name: statistics.median(times[2:]) for name, times in rounds.items()}
+            before, own = _mean_s(calls[TORCH], min(CALLS, BEFORE)), _mean_s(call, counts[name])
+            rounds[name].append((1e6 * own, own / before))
+    times = {name: [*zip(*measured[2:], strict=True)] for name, measured in rounds.items()}
+    return {name: (statistics.median(us), statistics.median(ratios)) for name, (us, ratios) in times.items()}
 
 
 def _mean_s(call: Call, count: int) -> float:
@@ -211,10 +216,10 @@ def main() -> None:
         {
             "call": name,
             "host_us": round(time, 2),
-            "torch_ops": round(time / us[TORCH], 2),
-            "triton_launches": round(time / us[TRITON], 2) if TRITON in us else None,
+            "torch_ops": round(additions, 2),
+            "triton_launches": round(time / us[TRITON][0], 2) if TRITON in us else None,
         }
-        for name, time in us.items()
+        for name, (time, additions) in us.items()
     ]
     for row in rows:
         print(f"{row['host_us']:8.2f} us {row['torch_ops']:6.2f} {row['triton_launches'] or 0:6.2f}  {row['call']}")
