@@ -125,12 +125,12 @@ class Call(NamedTuple):
                 for make, sources in temporaries:
                     tensors = (*tensors, make(*[tensors[source] for source in sources]))
                 where = (current_stream(device), *map(_address, chosen(tensors)))
-                runs = allowed.get(where) or self._bound(where, tensors)
-                if not runs:
+                if (runs := allowed.get(where)) is not None:
+                    for run in runs:
+                        if error := run():
+                            run.retry(error)
+                elif not self._launch_new(where, tensors):
                     return REFUSED
-                for run in runs:
-                    if error := run():
-                        run.retry(error)
             finally:
                 if previous != device:
                     exchange_device(previous)
@@ -138,12 +138,14 @@ class Call(NamedTuple):
 
         return repeat
 
-    def _bound(self, where: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tuple[Run, ...]:
-        """The launches with a stream and addresses that are not known yet; none where they are not allowed."""
+    def _launch_new(self, where: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> bool:
+        """Launch with a stream and addresses that are not known yet; returns False, without a launch, where they are
+        not allowed.
+        """
         stream, *addresses = where
         final = [*map(operator.add, addresses, self.offsets)] if self.offsets else addresses
         if not self._allows(final):
-            return ()
+            return False
         lasting, held = True, []
         for place, find, source in self.companions:
             held.append(find(tensors[source]))
@@ -154,7 +156,10 @@ class Call(NamedTuple):
             if len(self.allowed) >= MOST:
                 self.allowed.clear()
             self.allowed[where] = runs
-        return runs
+        for run in runs:
+            if error := run():
+                run.retry(error)
+        return True
 
     def _allows(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses are aligned, and the tensors share no memory, where the operations require it."""
