@@ -235,7 +235,7 @@ def test_vllm_warms_its_kernels_up_where_it_may_call_them(config: VllmConfig, mo
         monkeypatch.setattr(delta_rule, "GDNAttentionMetadata", metadata)
         assert layer_of(config, torch.bfloat16).warms_up == expected
     held.clear()
-    with patch.object(delta_rule, "_has_fp4", return_value=False):
+    with patch.object(delta_rule, "has_fp4_layers", return_value=False):
         layer = QwenGatedDeltaNetAttention(TEXT, config, "model.layers.0.linear_attn", gqa_interleaved_layout=True)
     assert layer.warms_up
 

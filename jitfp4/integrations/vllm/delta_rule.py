@@ -24,7 +24,7 @@ from jitfp4.families.gdn.problem import MAX_TOKENS, STATE_DTYPES
 from jitfp4.families.norm import rmsnorm_gated
 from jitfp4.integrations.delta_rule import SILU, Shape, gated_norm, gates_of_prompts, is_normalised
 from jitfp4.integrations.kernels import load_growing
-from jitfp4.integrations.vllm.quantization import CONFIGS
+from jitfp4.integrations.vllm.quantization import has_fp4_layers
 
 _NONE = -1  # a slot that is not there; to vLLM, slot 0 and negative ones are not
 _SLOTS = "slots_of_jitfp4"  # of a step's metadata, which layers share
@@ -37,7 +37,7 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
         super().__init__(*args, **kwargs)
         heads = (self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size)
         self.shape = Shape(*heads, self.head_k_dim, self.head_v_dim, self.conv_kernel_size)
-        self.by_jitfp4 = _has_fp4() and self.activation in SILU and self.shape.served
+        self.by_jitfp4 = has_fp4_layers() and self.activation in SILU and self.shape.served
         dtype, state_dtype, *_ = self.get_state_dtype()
         self.warms_up = True
         if self.by_jitfp4 and dtype in HALVES and state_dtype in STATE_DTYPES:
@@ -166,7 +166,7 @@ class Fp4ModelRMSNormGated(RMSNormGated):
         super().__init__(*args, **kwargs)
         h, whole = self.weight.shape[0], self.group_size in (None, self.weight.shape[0])
         kind = self.norm_before_gate and self.activation in SILU and whole and is_normalised(h)
-        self.by_jitfp4 = bool(_has_fp4() and kind and self.weight.dtype in HALVES)
+        self.by_jitfp4 = bool(has_fp4_layers() and kind and self.weight.dtype in HALVES)
         if self.by_jitfp4:
             config = get_current_vllm_config()
             heads = getattr(config.model_config.hf_text_config, "linear_num_value_heads", 1)
@@ -180,10 +180,6 @@ class Fp4ModelRMSNormGated(RMSNormGated):
         shape = x.shape
         x, z = (rows.reshape(-1, shape[-1]).contiguous() for rows in (x, z))
         return rmsnorm_gated(x, z, self.weight.data, self.eps).view(shape)
-
-
-def _has_fp4() -> bool:
-    return isinstance(get_current_vllm_config().quant_config, tuple(CONFIGS.values()))
 
 
 def _leaves_states_at_borders() -> bool:
