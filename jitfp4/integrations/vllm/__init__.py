@@ -36,6 +36,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from jitfp4.integrations.vllm.activations import register_activations
     from jitfp4.integrations.vllm.hybrids import register_hybrids
     from jitfp4.integrations.vllm.norms import register_norms
     from jitfp4.integrations.vllm.quantization import CONFIGS
@@ -44,6 +45,7 @@ def register() -> None:
     register_norms()
     register_hybrids()
     register_swiglu()
+    register_activations()
     for name, config in CONFIGS.items():
         register_quantization_config(name)(config)
     custom = AttentionBackendEnum.CUSTOM

@@ -54,13 +54,25 @@ class _ByJitfp4:
 
 
 class Fp4ModelRMSNorm(_ByJitfp4, RMSNorm):
-    """``x / sqrt(mean(x * x) + epsilon) * weight`` of 16-bit rows."""
+    """``x / sqrt(mean(x * x) + epsilon) * weight`` of 16-bit rows; quantized to NVFP4, where their reader takes that.
+
+    ``rows``: a QuantizedRows, or None.
+    """
 
     alone, of_sum = staticmethod(rmsnorm), staticmethod(fused_add_rmsnorm)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.by_jitfp4 = self.has_weight and self.variance_size_override is None and _prepared(self.weight)
+        self.is_plain = self.has_weight and self.variance_size_override is None
+        self.by_jitfp4 = self.is_plain and _prepared(self.weight)
+        self.rows: Any = None
+
+    def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """As of Gemma's; or quantized rows in place of the norm's."""
+        quantized = None
+        if self.rows is not None and _serves(self.weight, x, residual):
+            quantized = self.rows.of(self, x, residual)
+        return super().forward_cuda(x, residual) if quantized is None else quantized
 
 
 class Fp4ModelGemmaRMSNorm(_ByJitfp4, GemmaRMSNorm):

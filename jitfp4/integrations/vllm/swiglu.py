@@ -34,7 +34,7 @@ def _moved(owner: torch.nn.Module, name: str, module: torch.nn.Module | None) ->
     if type(module) is not SiluAndMul:
         return None
     layer: Any = getattr(owner, "gate_up_proj", None)
-    if not isinstance(getattr(layer, "quant_method", None), Fp4LinearMethod) or not _is_swiglu(type(owner), name):
+    if not isinstance(getattr(layer, "quant_method", None), Fp4LinearMethod) or not is_swiglu(type(owner), name):
         return None
     if get_current_vllm_config().lora_config is not None:  # adapters add to gates and ups
         return None
@@ -42,7 +42,7 @@ def _moved(owner: torch.nn.Module, name: str, module: torch.nn.Module | None) ->
     return torch.nn.Identity()
 
 
-def _is_swiglu(mlp: Any, name: str) -> bool:
+def is_swiglu(mlp: Any, name: str) -> bool:
     """Whether an MLP's forward passes gates and ups to the activation, and nothing but its result on."""
     products, activated = object(), object()
     stand_in = SimpleNamespace(
