@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,8 +59,15 @@ SMALL = {
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
     "vocab_size": 128,
+}
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
 }
 
 
@@ -128,9 +134,10 @@ def fill(model: nn.Module) -> None:
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest, tmp_path: Path, quantized: Any) -> Iterator[Any]:
-    """A Llama with FP4 weights and activations, but for the layers that the parameter names, and its configuration."""
-    ignored = [f"re:.*{name}$" for name in request.param]
-    document = config_of("llama-3.1-8b", VARIANTS["own"], LAYERS) | SMALL
+    """A model with FP4 weights and activations, but for the layers that are named, and vLLM's configuration."""
+    kind, names = request.param
+    ignored = [f"re:.*{name}$" for name in names]
+    document = config_of("llama-3.1-8b", VARIANTS["own"], LAYERS) | SMALL | KINDS[kind]
     document["quantization_config"] = packed(NVFP4, by_4_bits=True) | {"ignore": ["lm_head", *ignored]}
     (tmp_path / "config.json").write_text(json.dumps(document))
     config = VllmConfig(
@@ -173,7 +180,14 @@ def step_by_step(model: nn.Module) -> None:
 
 
 QKV, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-CASES = {(): (1, 4), QKV: (1, 3), (*GATES, "down_proj"): (1, 2), ("o_proj",): (0, 3)}
+CASES = {
+    ("llama", ()): (1, 4),
+    ("qwen2", ()): (1, 4),
+    ("qwen3", ()): (1, 4),
+    ("llama", QKV): (1, 3),
+    ("llama", (*GATES, "down_proj")): (1, 2),
+    ("llama", ("o_proj",)): (0, 3),
+}
 
 
 @pytest.mark.parametrize(("made", "counts"), CASES.items(), ids=str, indirect=["made"])
@@ -189,7 +203,7 @@ def test_a_model_is_that_of_single_steps(made: Any, counts: tuple[int, int], qua
     assert len(quantized) == counts[1] * LAYERS
 
 
-@pytest.mark.parametrize("made", [()], indirect=True)
+@pytest.mark.parametrize("made", [("llama", ())], indirect=True)
 def test_what_a_step_launches_is_loaded_in_the_first(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = made
     loaded, called, call = set(), set(), Operation.__call__
@@ -223,7 +237,8 @@ def test_a_part_of_two_ranks(
     monkeypatch.setattr(linear, "tensor_model_parallel_all_reduce", lambda x: x)
     mlp = LlamaMLP(128, inter, "silu", natively.quant_config, prefix="model.layers.0.mlp")
     fill(mlp)
-    process_weights_after_loading(mlp, SimpleNamespace(dtype=torch.bfloat16, quantization=None), torch.device("cpu"))
+    for layer in (mlp.gate_up_proj, mlp.down_proj):
+        layer.quant_method.process_weights_after_loading(layer)
     assert mlp.down_proj.weight.shape[1] == 32 and isinstance(mlp.act_fn, QuantizedSwiGlu)
     x = torch.randn(TOKENS, 128)
     by_jitfp4(mlp)
