@@ -248,6 +248,20 @@ def test_a_part_of_two_ranks(
     assert torch.equal(mlp(x), fused) and fused.isfinite().all()
 
 
+def test_what_is_compiled_gives_16_bits(quantized: list[Any], natively: VllmConfig) -> None:
+    """vLLM's passes look for the norm, the activation and the quantization apart."""
+    layer = Layer(lambda self, rows: self.first(rows)[0], natively.quant_config)
+    fill(layer)
+    layer.first.quant_method.process_weights_after_loading(layer.first)
+    x = torch.randn(2, TOKENS, 128)
+    by_jitfp4(layer)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)(*x.clone())
+    assert len(quantized) == 1
+    fused = layer(*x.clone())
+    assert len(quantized) == 1
+    assert all(torch.equal(one, other) for one, other in zip(compiled, fused, strict=True))
+
+
 class Layer(nn.Module):
     """Norms the sum of two, and gives the rows to modules as ``use`` says."""
 

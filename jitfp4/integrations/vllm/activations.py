@@ -3,7 +3,8 @@
 vLLM has a contract for this: a linear layer whose kernel takes such rows says so, and is given a QuantizedActivation in
 place of a tensor. A norm is not told who reads its rows, and no registry of vLLM spans a norm and a linear layer. So
 modules are watched by torch's hook on their registration; when a norm is called first, the forward of its owner and
-that of the module which gets the rows are traced by torch.fx, with modules as leaves, to see who reads them.
+that of the module which gets the rows are traced by torch.fx, with modules as leaves, to see who reads them. What
+torch.compile traces stays vLLM's, whose passes look for it.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class QuantizedSwiGlu(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         """``silu(gate) * up`` of [..., 2k]."""
         (linear,) = self.linears
-        if not takes_nvfp4(linear) or x.dtype not in HALVES:
+        if torch.compiler.is_dynamo_compiling() or not takes_nvfp4(linear) or x.dtype not in HALVES:
             return self.own(x)
         rows = x.reshape(-1, x.shape[-1])
         if not self.is_loaded:

@@ -69,10 +69,11 @@ class Fp4ModelRMSNorm(_ByJitfp4, RMSNorm):
 
     def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """As of Gemma's; or quantized rows in place of the norm's."""
-        quantized = None
-        if self.rows is not None and _serves(self.weight, x, residual):
+        if self.rows is not None and not torch.compiler.is_dynamo_compiling() and _serves(self.weight, x, residual):
             quantized = self.rows.of(self, x, residual)
-        return super().forward_cuda(x, residual) if quantized is None else quantized
+            if quantized is not None:
+                return quantized
+        return super().forward_cuda(x, residual)
 
 
 class Fp4ModelGemmaRMSNorm(_ByJitfp4, GemmaRMSNorm):
@@ -111,8 +112,10 @@ def _serves(weight: Any, x: torch.Tensor, residual: torch.Tensor | None) -> bool
     """Whether the kernel takes such rows: whole, and at multiples of 16 bytes; contiguous if they are added."""
     added = (x,) if residual is None else (x, residual)
     by_rows = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % _ALIGNED == 0 and residual is None
+    traced = torch.compiler.is_dynamo_compiling()  # no offset is known then
     return (
         x.shape[-1] == weight.shape[0]
-        and all(each.dtype == weight.dtype and each.storage_offset() % _ALIGNED == 0 for each in added)
+        and all(each.dtype == weight.dtype for each in added)
+        and (traced or all(each.storage_offset() % _ALIGNED == 0 for each in added))
         and (by_rows or all(each.is_contiguous() for each in added))
     )
