@@ -141,7 +141,6 @@ class Variant(NamedTuple):
     values: bool = False
     noise: bool = False
     compiled: bool = False
-    norms: bool = True
 
 
 VARIANTS = {
@@ -161,13 +160,13 @@ VARIANTS = {
     "plugin-kv-2": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", ranks=2),
     "bf16-compiled": Variant(quantized=False, compiled=True),
     "plugin-compiled": Variant(plugin=True, compiled=True),
-    "plugin-compiled-native": Variant(plugin=True, compiled=True, norms=False),
+    "plugin-kv-compiled": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", compiled=True),
 }
 """``values``: in bf16, the values of the FP4 weights; ``values-noise``: and outputs of layers off by 2^-10,
 about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``-rounded``: its cache is rounded to NVFP4.
 ``plugin``: the weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8;
 ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs;
-``-compiled``: by torch.compile, as vLLM does by default; ``-native``: with the norms that it makes itself."""
+``-compiled``: by torch.compile, as vLLM does by default."""
 
 
 def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
@@ -336,8 +335,6 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": list(CAPTURED)}
     if not variant.compiled:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    elif variant.plugin:
-        graphs["custom_ops"] = ["+rms_norm" if variant.norms else "-rms_norm"]
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,

@@ -65,7 +65,7 @@ PAIRS = (
     ("plugin-kv-2", "plugin-kv"),
     ("bf16-compiled", "bf16"),
     ("plugin-compiled", "plugin"),
-    ("plugin-compiled-native", "plugin"),
+    ("plugin-kv-compiled", "plugin-kv"),
 )
 EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker")
 Rows = list[dict[str, object]]
