@@ -140,6 +140,7 @@ class Variant(NamedTuple):
     ranks: int = 1
     values: bool = False
     noise: bool = False
+    compiled: bool = False
 
 
 VARIANTS = {
@@ -157,11 +158,15 @@ VARIANTS = {
     "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
     "plugin-2": Variant(plugin=True, ranks=2),
     "plugin-kv-2": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", ranks=2),
+    "bf16-compiled": Variant(quantized=False, compiled=True),
+    "plugin-compiled": Variant(plugin=True, compiled=True),
+    "plugin-kv-compiled": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", compiled=True),
 }
 """``values``: in bf16, the values of the FP4 weights; ``values-noise``: and outputs of layers off by 2^-10,
 about as bf16 rounds. ``own``: FP4 weights in vLLM's kernels. ``-rounded``: its cache is rounded to NVFP4.
 ``plugin``: the weights in jitfp4's kernels, and its norms; ``-fp8``: activations of 512 tokens and more in FP8;
-``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs."""
+``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache; ``-2``: divided over two GPUs;
+``-compiled``: by torch.compile, as vLLM does by default."""
 
 
 def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
@@ -319,7 +324,7 @@ def register_loader() -> None:
 
 
 def engine_of(model: str, name: str, layers: int | None, context: int, **changes: Any) -> tuple[Any, float]:
-    """vLLM with a model, and the seconds until it was ready. Decode steps are CUDA graphs, nothing is compiled."""
+    """vLLM with a model, and the seconds until it was ready. Decode steps are CUDA graphs."""
     variant = VARIANTS[name]
     os.environ["VLLM_PLUGINS"] = "jitfp4" if variant.plugin else ""
     from vllm import LLM
@@ -327,7 +332,9 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
     register_loader()
     folder = Path(tempfile.mkdtemp(prefix="model_"))
     (folder / "config.json").write_text(json.dumps(config_of(model, variant, layers)))
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(CAPTURED)}
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": list(CAPTURED)}
+    if not variant.compiled:
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,

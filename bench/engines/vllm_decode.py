@@ -2,7 +2,7 @@
 
     python -m bench.engines.vllm_decode [--model llama-3.1-8b qwen3-30b-a3b] [--variant bf16 own plugin plugin-kv]
         [--layers 32] [--batch 1 8 64] [--context 16] [--profile [VARIANT ...]] [--limit 110] [--out DIR]
-        [--together GIB] [--compile]
+        [--together GIB]
         [--check [--layers-too] [--given-routes] [--chunk 512]]
 
 A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. ``ms_first`` is the
@@ -35,7 +35,7 @@ import torch
 
 from bench.engines import layer_outputs
 from bench.engines.forks import begun, finished, wait_for
-from bench.engines.models import CAPTURED, MODELS, VARIANTS, engine_of, set_environment
+from bench.engines.models import MODELS, VARIANTS, engine_of, set_environment
 from bench.harness import write_results
 from bench.stamp import stamp
 
@@ -63,6 +63,9 @@ PAIRS = (
     ("plugin-kv", "own"),
     ("plugin-2", "plugin"),
     ("plugin-kv-2", "plugin-kv"),
+    ("bf16-compiled", "bf16"),
+    ("plugin-compiled", "plugin"),
+    ("plugin-kv-compiled", "plugin-kv"),
 )
 EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker")
 Rows = list[dict[str, object]]
@@ -88,8 +91,6 @@ def measured(model: str, name: str, options: argparse.Namespace, folder: Path) -
     changes: dict[str, Any] = {}
     if options.together is not None:
         changes = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": int(options.together * 2**30)}
-    if options.compile:
-        changes["compilation_config"] = {"cudagraph_capture_sizes": list(CAPTURED)}
     llm, ready = engine_of(model, name, options.layers, options.context, **changes)
     layers = options.layers or MODELS[model]["num_hidden_layers"]
     before = llm.collective_rpc(loaded)
@@ -112,8 +113,7 @@ def measured(model: str, name: str, options: argparse.Namespace, folder: Path) -
         run(batch, few)
         least = [min(run(batch, tokens) for _ in range(ROUNDS)) for tokens in (few, many)]
         step = (least[1] - least[0]) / (many - few)
-        label = f"{name} compiled" if options.compile else name
-        row = {"model": model, "variant": label, "layers": layers, "batch": batch, "prompt": options.context}
+        row = {"model": model, "variant": name, "layers": layers, "batch": batch, "prompt": options.context}
         first = min(run(batch, 1) for _ in range(ROUNDS))
         times = {"ms_first": f"{first * 1e3:.2f}", "ms_per_step": f"{step * 1e3:.3f}"}
         times["tokens_per_s"] = f"{batch / step:.0f}"
@@ -312,7 +312,6 @@ def main() -> None:
     parser.add_argument("--given-routes", action="store_true", help="the same experts for every variant")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a step that is compared")
     parser.add_argument("--together", type=float, help="start engines at once, with a cache of so many GiB for each")
-    parser.add_argument("--compile", action="store_true", help="by torch.compile, as vLLM does by default")
     parser.add_argument("--limit", type=float, default=110, help="seconds of a variant")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()

@@ -125,11 +125,16 @@ LABELS = {
     "plugin": "FP4, plugin",
     "plugin-kv": "FP4, plugin, NVFP4 cache",
 }
+LABELS |= {f"{name}-compiled": f"{label}, compiled" for name, label in LABELS.items() if name != "own"} | {
+    f"{name}-2": f"{label}, two GPUs" for name, label in LABELS.items() if name != "own"
+}
 SECTIONS = {  # of docs/engines.md: the file of results, and the model
     "Llama-3.1-8B": ("vllm", "llama-3.1-8b"),
     "Qwen3-30B-A3B": ("vllm_experts", "qwen3-30b-a3b"),
     "gpt-oss-20b": ("vllm_experts", "gpt-oss-20b"),
     "Qwen3-Next-80B-A3B": ("vllm_next", "qwen3-next-80b-a3b"),
+    "torch.compile": ("vllm_compiled", "llama-3.1-8b"),
+    "Two GPUs": ("vllm_ranks", "llama-3.1-8b"),
     "64 requests of 8192 tokens": ("vllm_long", "llama-3.1-8b"),
 }
 
@@ -138,7 +143,7 @@ SECTIONS = {  # of docs/engines.md: the file of results, and the model
 def test_the_guide_names_the_figures_of_the_run(section: str) -> None:
     """A row for each variant that was run, milliseconds and tokens a second at each batch; no section without rows."""
     guide = (ROOT / "docs/engines.md").read_text()
-    text = "".join(re.findall(rf"^#### {section}\n(.*?)^##", guide, re.MULTILINE | re.DOTALL))
+    text = "".join(re.findall(rf"^#### {re.escape(section)}\n(.*?)^##", guide, re.MULTILINE | re.DOTALL))
     name, model = SECTIONS[section]
     rows = [row for row in rows_of(name) if row["model"] == model and row["layers"] != "8"]
     variants = {row["variant"] for row in rows}

@@ -14,15 +14,17 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm import platforms
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, LoRAConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.layernorm import RMSNormGated
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 import jitfp4.integrations.vllm as plugin
 from jitfp4.integrations.vllm import delta_rule, hybrids
 from jitfp4.integrations.vllm.delta_rule import Fp4ModelGatedDeltaNet, Fp4ModelRMSNormGated
+from jitfp4.integrations.vllm.order import OrderedLinearMethod, can_be_ordered
 from jitfp4.integrations.vllm.quantization import Jitfp4ModelOptConfig
 from tests.support.vllm_layers import in_bfloat16, one_rank
 
@@ -225,6 +227,46 @@ def test_what_stays_with_vllm(config: VllmConfig) -> None:
     assert not layer.by_jitfp4 and not layer.norm.by_jitfp4
 
 
+def test_projections_give_parts_side_by_side(config: VllmConfig) -> None:
+    """What vLLM gathers from interleaved outputs is what the layer's own lie as, once its weights are processed."""
+    layer, x = layer_of(config, torch.bfloat16), torch.randn(5, TEXT.hidden_size)
+    projections = (layer.in_proj_qkvz, layer.in_proj_ba)
+    for projection in projections:
+        projection.weight.data.normal_()
+    q, k, v, z, b, a = layer.fix_query_key_value_ordering(*(x @ one.weight.T for one in projections))
+    for projection in projections:
+        projection.quant_method.process_weights_after_loading(projection)
+    assert not layer.gqa_interleaved_layout
+    qkvz, ba = (one.quant_method.apply(one, x) for one in projections)
+    assert torch.equal(qkvz, torch.cat([part.flatten(1) for part in (q, k, v, z)], 1))
+    assert torch.equal(ba, torch.cat((b, a), 1))
+
+
+def test_projections_stay_interleaved(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters, with drafts, where another's method has prepared a weight, and in other models."""
+    with monkeypatch.context() as change:
+        change.setattr(config, "lora_config", LoRAConfig(max_lora_rank=8))
+        assert layer_of(config, torch.bfloat16).gqa_interleaved_layout
+    reasons = ((delta_rule, "can_be_ordered"), (delta_rule, "has_fp4_layers"))
+    for owner, name in reasons:
+        config.compilation_config.static_forward_context.clear()
+        with patch.object(owner, name, return_value=False):
+            layer = QwenGatedDeltaNetAttention(TEXT, config, "model.layers.0.linear_attn", gqa_interleaved_layout=True)
+        assert layer.gqa_interleaved_layout and not isinstance(layer.in_proj_qkvz.quant_method, OrderedLinearMethod)
+    config.compilation_config.static_forward_context.clear()
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=2)
+    assert layer_of(config, torch.bfloat16).gqa_interleaved_layout
+
+
+def test_weights_of_others_and_of_several_matrices_are_not_ordered() -> None:
+    layer = SimpleNamespace(quant_method=UnquantizedLinearMethod(), output_partition_sizes=[8])
+    assert can_be_ordered(layer)
+    layer.output_partition_sizes = [4, 4]
+    assert not can_be_ordered(layer)
+    layer = SimpleNamespace(quant_method=object(), output_partition_sizes=[8])
+    assert not can_be_ordered(layer)
+
+
 def test_vllm_warms_its_kernels_up_where_it_may_call_them(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts beside prompts, and, since vLLM 0.33, states at borders of prefixes."""
     held = config.compilation_config.static_forward_context
@@ -235,7 +277,7 @@ def test_vllm_warms_its_kernels_up_where_it_may_call_them(config: VllmConfig, mo
         monkeypatch.setattr(delta_rule, "GDNAttentionMetadata", metadata)
         assert layer_of(config, torch.bfloat16).warms_up == expected
     held.clear()
-    with patch.object(delta_rule, "_has_fp4", return_value=False):
+    with patch.object(delta_rule, "has_fp4_layers", return_value=False):
         layer = QwenGatedDeltaNetAttention(TEXT, config, "model.layers.0.linear_attn", gqa_interleaved_layout=True)
     assert layer.warms_up
 

@@ -13,11 +13,12 @@ pytest.importorskip("vllm")
 from torch.nn.functional import silu
 from vllm.config import DeviceConfig, LoRAConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLP
 from vllm.model_executor.models.gemma import GemmaMLP
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.qwen2 import Qwen2MLP
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 
 import jitfp4.integrations.vllm as plugin
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -105,6 +106,20 @@ def test_it_is_traced_as_one_graph() -> None:
         assert torch.equal(compiled(x), mlp(x))
 
 
+def test_a_shared_expert_has_a_gate_behind() -> None:
+    gate = ReplicatedLinear(K, 1, bias=False)
+    mlp = Qwen2MoeMLP(
+        K, INTER, "silu", config_of(CASES["mxfp4"][0]), expert_gate=gate, prefix="model.layers.0.mlp.shared_expert"
+    )
+    assert type(mlp.act_fn) is torch.nn.Identity
+    weights = filled(mlp, "mxfp4")
+    gate.weight.data.normal_()
+    x = torch.randn(5, K) / 8
+    gates, ups = (x.double() @ weight.T for weight in weights[:2])
+    want = (silu(gates) * ups) @ weights[2].T * (x.double() @ gate.weight.double().T).sigmoid()
+    assert torch.linalg.norm(mlp(x).double() - want) < 0.01 * torch.linalg.norm(want)
+
+
 class Kept(LlamaMLP):
     """Uses gates and ups twice."""
 
@@ -114,9 +129,19 @@ class Kept(LlamaMLP):
         return out
 
 
+class Gated(Kept):
+    """Has a gate of what is not its input."""
+
+    expert_gate = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, _ = self.down_proj(self.act_fn(self.gate_up_proj(x)[0]))
+        return self.expert_gate(out)[0].sigmoid() * out
+
+
 def test_other_mlps_keep_their_activation() -> None:
     assert type(made(GemmaMLP, act="gelu").act_fn) is GeluAndMul
-    assert type(made(Kept).act_fn) is SiluAndMul
+    assert type(made(Kept).act_fn) is type(made(Gated).act_fn) is SiluAndMul
     assert type(LlamaMLP(K, INTER, "silu", prefix="model.layers.0.mlp").act_fn) is SiluAndMul  # in bf16
     lora = VllmConfig(device_config=DeviceConfig(device="cpu"))
     lora.lora_config = LoRAConfig(max_lora_rank=8)

@@ -10,6 +10,8 @@ vLLM calls register() in each of its processes, through the entry point ``jitfp4
 - ``--attention-backend CUSTOM`` is jitfp4's, with ``--kv-cache-dtype nvfp4`` or ``auto``.
 - RMSNorm of models whose FP4 layers it runs is jitfp4's, where it is not compiled with the rest by torch.compile; so
   are their layers of gated delta rules, and the gated norms behind these.
+- ``--additional-config '{"jitfp4_activations": "fp4"}'`` lets norms and SwiGLU give NVFP4 to vLLM's own products of FP4
+  by FP4, where these take it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from jitfp4.integrations.vllm.activations import register_activations
     from jitfp4.integrations.vllm.hybrids import register_hybrids
     from jitfp4.integrations.vllm.norms import register_norms
     from jitfp4.integrations.vllm.quantization import CONFIGS
@@ -44,6 +47,7 @@ def register() -> None:
     register_norms()
     register_hybrids()
     register_swiglu()
+    register_activations()
     for name, config in CONFIGS.items():
         register_quantization_config(name)(config)
     custom = AttentionBackendEnum.CUSTOM

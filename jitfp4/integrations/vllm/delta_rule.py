@@ -24,7 +24,8 @@ from jitfp4.families.gdn.problem import MAX_TOKENS, STATE_DTYPES
 from jitfp4.families.norm import rmsnorm_gated
 from jitfp4.integrations.delta_rule import SILU, Shape, gated_norm, gates_of_prompts, is_normalised
 from jitfp4.integrations.kernels import load_growing
-from jitfp4.integrations.vllm.quantization import CONFIGS
+from jitfp4.integrations.vllm.order import OrderedLinearMethod, can_be_ordered
+from jitfp4.integrations.vllm.quantization import has_fp4_layers
 
 _NONE = -1  # a slot that is not there; to vLLM, slot 0 and negative ones are not
 _SLOTS = "slots_of_jitfp4"  # of a step's metadata, which layers share
@@ -37,7 +38,9 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
         super().__init__(*args, **kwargs)
         heads = (self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size)
         self.shape = Shape(*heads, self.head_k_dim, self.head_v_dim, self.conv_kernel_size)
-        self.by_jitfp4 = _has_fp4() and self.activation in SILU and self.shape.served
+        self.by_jitfp4 = has_fp4_layers() and self.activation in SILU and self.shape.served
+        if self.by_jitfp4 and self.gqa_interleaved_layout:
+            self._put_side_by_side()
         dtype, state_dtype, *_ = self.get_state_dtype()
         self.warms_up = True
         if self.by_jitfp4 and dtype in HALVES and state_dtype in STATE_DTYPES:
@@ -46,6 +49,22 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
             most = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafted)
             for step in self.shape.needed(HALVES[dtype], STATE_DTYPES[state_dtype], *most):
                 load_growing(*step, self.conv1d.weight)
+
+    def _put_side_by_side(self) -> None:
+        """Let projections give queries, keys, values and gates of all heads side by side, as in Qwen3.5.
+
+        Checkpoints of Qwen3-Next have them interleaved by heads of keys, and vLLM would copy each part in each step.
+        Where adapters add to them, or a kernel of vLLM's takes what drafts are made of as it lies, they stay.
+        """
+        layers, config = (self.in_proj_qkvz, self.in_proj_ba), get_current_vllm_config()
+        if self.num_spec > 0 or config.lora_config is not None or not all(map(can_be_ordered, layers)):
+            return
+        heads, group = self.shape.heads, self.shape.value_heads // self.shape.heads
+        wide = group * self.shape.value_dim
+        for layer, sizes in zip(layers, ([self.shape.head_dim] * 2 + [wide] * 2, [group] * 2), strict=True):
+            parts = torch.arange(heads * sum(sizes), device="cpu").view(heads, -1).split(sizes, 1)
+            layer.quant_method = OrderedLinearMethod(layer.quant_method, torch.cat([part.flatten() for part in parts]))
+        self.gqa_interleaved_layout = False
 
     def _forward_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
@@ -166,7 +185,7 @@ class Fp4ModelRMSNormGated(RMSNormGated):
         super().__init__(*args, **kwargs)
         h, whole = self.weight.shape[0], self.group_size in (None, self.weight.shape[0])
         kind = self.norm_before_gate and self.activation in SILU and whole and is_normalised(h)
-        self.by_jitfp4 = bool(_has_fp4() and kind and self.weight.dtype in HALVES)
+        self.by_jitfp4 = bool(has_fp4_layers() and kind and self.weight.dtype in HALVES)
         if self.by_jitfp4:
             config = get_current_vllm_config()
             heads = getattr(config.model_config.hf_text_config, "linear_num_value_heads", 1)
@@ -180,10 +199,6 @@ class Fp4ModelRMSNormGated(RMSNormGated):
         shape = x.shape
         x, z = (rows.reshape(-1, shape[-1]).contiguous() for rows in (x, z))
         return rmsnorm_gated(x, z, self.weight.data, self.eps).view(shape)
-
-
-def _has_fp4() -> bool:
-    return isinstance(get_current_vllm_config().quant_config, tuple(CONFIGS.values()))
 
 
 def _leaves_states_at_borders() -> bool:

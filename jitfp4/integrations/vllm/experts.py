@@ -18,7 +18,7 @@ from jitfp4.formats import BlockFormat
 from jitfp4.integrations.checkpoints import NAMES, Names, Source
 from jitfp4.integrations.fp8 import least_tokens
 from jitfp4.integrations.partitioned_experts import MULTIPLE, PartitionedFp4Experts
-from jitfp4.integrations.vllm.options import asks_for_fp8
+from jitfp4.integrations.vllm.options import activations_of
 
 _ACTIVATIONS = {  # by vLLM's name: jitfp4's, and the order of w13's rows
     MoEActivation.SILU: ("swiglu", "concatenated gate,up"),
@@ -46,7 +46,7 @@ class Fp4ExpertsMethod(PartitionedFp4Experts, FusedMoEMethodBase):
         self.activation, order = _ACTIVATIONS[moe.activation]
         config, slots = get_current_vllm_config(), moe.experts_per_token
         max_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        fp8_from = least_tokens(moe.num_experts, slots) if asks_for_fp8(config) else None
+        fp8_from = least_tokens(moe.num_experts, slots) if activations_of(config) == "fp8" else None
         PartitionedFp4Experts.__init__(self, block_format, order, slots, max_tokens, moe.has_bias, fp8_from)
 
     @classmethod

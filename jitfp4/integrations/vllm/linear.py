@@ -9,7 +9,7 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightP
 from jitfp4.formats import BlockFormat
 from jitfp4.integrations.checkpoints import Source
 from jitfp4.integrations.partitions import Parameters, PartitionedFp4Linear
-from jitfp4.integrations.vllm.options import asks_for_fp8
+from jitfp4.integrations.vllm.options import activations_of
 
 
 @register_weight_loader_v2_supported_method
@@ -27,4 +27,4 @@ class Fp4LinearMethod(PartitionedFp4Linear, LinearMethodBase):
     def __init__(self, source: Source, block_format: BlockFormat, prefix: str) -> None:
         config = get_current_vllm_config()
         max_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        super().__init__(source, block_format, prefix, max_tokens, asks_for_fp8(config))
+        super().__init__(source, block_format, prefix, max_tokens, activations_of(config) == "fp8")

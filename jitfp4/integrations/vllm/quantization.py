@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm import platforms
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -113,6 +114,11 @@ CONFIGS = {
     "jitfp4-modelopt": Jitfp4ModelOptConfig,
     "jitfp4-gpt-oss": Jitfp4GptOssConfig,
 }
+
+
+def has_fp4_layers() -> bool:
+    """Whether jitfp4 runs the FP4 layers of the model that is made now."""
+    return isinstance(get_current_vllm_config().quant_config, tuple(CONFIGS.values()))
 
 
 def _claims(cls: type, user_quant: str | None, by_16_bits: bool) -> bool:

@@ -34,7 +34,7 @@ def _moved(owner: torch.nn.Module, name: str, module: torch.nn.Module | None) ->
     if type(module) is not SiluAndMul:
         return None
     layer: Any = getattr(owner, "gate_up_proj", None)
-    if not isinstance(getattr(layer, "quant_method", None), Fp4LinearMethod) or not _is_swiglu(type(owner), name):
+    if not isinstance(getattr(layer, "quant_method", None), Fp4LinearMethod) or not is_swiglu(type(owner), name):
         return None
     if get_current_vllm_config().lora_config is not None:  # adapters add to gates and ups
         return None
@@ -42,15 +42,20 @@ def _moved(owner: torch.nn.Module, name: str, module: torch.nn.Module | None) ->
     return torch.nn.Identity()
 
 
-def _is_swiglu(mlp: Any, name: str) -> bool:
-    """Whether an MLP's forward passes gates and ups to the activation, and nothing but its result on."""
-    products, activated = object(), object()
+def is_swiglu(mlp: Any, name: str) -> bool:
+    """Whether an MLP's forward passes gates and ups to the activation, and nothing but its result on.
+
+    The MLP's result may be multiplied by a gate of its input, as that of Qwen's shared expert is.
+    """
+    x, products, activated, gate = object(), object(), *torch.tensor([[1.0], [0.0]], device="cpu")
     stand_in = SimpleNamespace(
         gate_up_proj=lambda _: (products, None),
-        down_proj=lambda x: (x, None),
-        **{name: lambda x: activated if x is products else None},
+        down_proj=lambda rows: (rows, None),
+        expert_gate=lambda rows: (gate if rows is x else None, None),
+        **{name: lambda rows: activated if rows is products else None},
     )
     try:
-        return mlp.forward(stand_in, object()) is activated
-    except Exception:  # it asks for what an MLP of three attributes has not
+        out = mlp.forward(stand_in, x)
+    except Exception:  # it asks for what an MLP of these attributes has not
         return False
+    return out is activated or torch.equal(out, gate.sigmoid() * activated)
