@@ -1,0 +1,95 @@
+"""The operation behind route_tokens(): logits, the experts of each token and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from jitfp4.arch import Arch
+from jitfp4.dtypes import FLOATS, HALVES
+from jitfp4.families.experts.kernels.router import ROUTER, RouterTactic
+from jitfp4.families.experts.router_problem import RouterArguments, RouterProblem
+from jitfp4.families.experts.topk_operation import choose_by
+from jitfp4.families.experts.topk_problem import Method
+from jitfp4.formats import DType
+from jitfp4.operation import Operation
+from jitfp4.selection import Row, Table
+
+TABLE = Table(
+    (
+        Row(RouterTactic(1, 256), {"experts": 160}),
+        Row(RouterTactic(2, 512), {"experts": 264, "hidden": 8192}),
+        Row(RouterTactic(4, 256), {"hidden": 4096}),
+        Row(RouterTactic(2, 512)),
+        Row(RouterTactic(1, 512)),
+    ),
+    measured=None,
+)
+
+
+def _problem(arguments: RouterArguments) -> RouterProblem:
+    a = arguments
+    return RouterProblem(
+        FLOATS[a.x.dtype],
+        FLOATS[a.weight.dtype],
+        DType.F32 if a.logits is None else FLOATS[a.logits.dtype],
+        FLOATS[a.out_weights.dtype],
+        Method(a.method),
+        a.x.shape[0],
+        *a.weight.shape,
+    )
+
+
+_MODELS = (  # method, experts, hidden
+    (Method.SOFTMAX, 128, 2048),
+    (Method.SOFTMAX, 128, 2880),
+    (Method.SOFTMAX, 512, 2048),
+    (Method.SIGMOID, 256, 7168),
+)
+
+
+def _problems(_arch: Arch) -> Iterator[RouterProblem]:
+    """Routers of published models."""
+    for dtype, (method, experts, hidden), tokens in product(HALVES.values(), _MODELS, (1, 2, 4, 8)):
+        for logits in (DType.F32, dtype):
+            yield RouterProblem(dtype, dtype, logits, DType.F32, method, tokens, experts, hidden)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, logit_bias: torch.Tensor | None, logits: torch.Tensor) -> None:
+    """Fill ``logits`` by torch, with float32 sums that are rounded once."""
+    columns = weight.t()
+    if x.is_cuda and {weight.dtype, logits.dtype, x.dtype if logit_bias is None else logit_bias.dtype} == {x.dtype}:
+        if logit_bias is None:
+            torch.mm(x, columns, out=logits)
+        else:
+            torch.addmm(logit_bias, x, columns, out=logits)
+        return
+    if x.is_cuda and weight.dtype == x.dtype:
+        product = torch.mm(x, columns, out_dtype=torch.float32)
+    else:
+        product = x.float() @ columns.float()
+    logits.copy_(product if logit_bias is None else product + logit_bias)
+
+
+def _reference(arguments: RouterArguments) -> None:
+    a = arguments
+    logits = torch.empty(len(a.x), len(a.weight)) if a.logits is None else a.logits
+    multiply(a.x, a.weight, a.logit_bias, logits)
+    choose_by(logits.float(), a)
+
+
+EXPERTS_ROUTER = Operation(
+    RouterArguments,
+    name="experts_router",
+    kernels=(ROUTER,),
+    problem=_problem,
+    problems=_problems,
+    tables=(TABLE,),
+    reference=_reference,
+    output="out_ids",
+    aligned=("x", "weight"),
+    exclusive=("logits", "out_ids", "out_weights"),
+    growing=("tokens",),
+)
