@@ -29,6 +29,7 @@ class RouterTactic:
 
     rows: int
     threads: int
+    sifts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class RouterSpec(KernelSpec):
     units: int
     rows: int
     threads: int
+    sifts: bool
 
 
 def _units(problem: RouterProblem, tactic: RouterTactic) -> int:
@@ -65,6 +67,7 @@ def _specialise(problem: RouterProblem, tactic: RouterTactic) -> RouterSpec:
         units=next(size for size in _UNITS if _units(problem, tactic) <= size),
         rows=tactic.rows,
         threads=tactic.threads,
+        sifts=tactic.sifts,
     )
 
 
@@ -118,7 +121,7 @@ ROUTER = Kernel(
         I64("logits_stride", "elements"),
         *CHOICE,
     ),
-    tactics=tuple(RouterTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256, 512))),
+    tactics=tuple(RouterTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256, 512), (False, True))),
     rejects=_rejects,
     specialise=_specialise,
     geometry=_geometry,
