@@ -1,4 +1,4 @@
-"""route_tokens: logits against float64, the choice against route_experts(), on CPU, simulator and GPU; what is refused."""
+"""route_tokens: logits against float64, the choice against route_experts(), on CPU, simulator and GPU; refusals."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_memory_of_another_argument() -> None:
     x, weight = torch.zeros(3, 64).bfloat16(), torch.zeros(32, 64).bfloat16()
     memory = torch.zeros(3, 32)
     out = memory.view(torch.int32).view(-1)[:6].view(3, 2)
-    with pytest.raises(ArgumentError, match="logits: got memory of out_ids"):
+    with pytest.raises(ArgumentError, match="out_ids: got memory of logits"):
         route_tokens(x, weight, 2, method="softmax", renormalize=True, logits=memory, out_ids=out)
     wide = torch.zeros(3 * 64 + 1).bfloat16()
     with pytest.raises(ArgumentError, match="x: got an address 2 bytes past a multiple of 16"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from jitfp4.dispatch import differ
+from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.experts.kernels.router import is_for_few
+from jitfp4.families.experts.kernels.router import most_tokens
 from jitfp4.families.experts.router import check_bias, check_rows, check_rules, route_experts
 from jitfp4.families.experts.router_operation import EXPERTS_ROUTER, multiply
 from jitfp4.families.experts.router_problem import COLUMNS, RouterArguments
@@ -76,7 +76,7 @@ def route_tokens(
         check_rows(logits)
         if differ(logits.shape, (tokens, experts)):
             raise ArgumentError("logits", f"shape {tuple(logits.shape)}", f"({tokens}, {experts})")
-    if not is_for_few(tokens, experts, hidden):
+    if reaches(tokens, most_tokens(experts, hidden) + 1):
         logits = torch.empty(tokens, experts, device=x.device) if logits is None else logits
         with writing(logits):
             multiply(x, weight, logit_bias, logits)

@@ -71,13 +71,13 @@ def _specialise(problem: RouterProblem, tactic: RouterTactic) -> RouterSpec:
     )
 
 
-def is_for_few(tokens: int, experts: int, hidden: int) -> bool:
-    """Whether one launch multiplies and chooses."""
-    return tokens <= MOST_TOKENS and tokens * experts <= _WORDS and hidden <= MOST_HIDDEN
+def most_tokens(experts: int, hidden: int) -> int:
+    """Of a launch that multiplies and chooses; 0 where there is none."""
+    return min(MOST_TOKENS, _WORDS // experts) if hidden <= MOST_HIDDEN else 0
 
 
 def _rejects(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> str | None:
-    if not is_for_few(problem.tokens, problem.experts, problem.hidden):
+    if problem.tokens > most_tokens(problem.experts, problem.hidden):
         return f"it is for up to {MOST_TOKENS} tokens, {_WORDS} logits and {MOST_HIDDEN} columns"
     registers = _units(problem, tactic) * tactic.rows * (8 if problem.weight == DType.F32 else 4)
     if _units(problem, tactic) > max(_UNITS) or registers > _REGISTERS:
