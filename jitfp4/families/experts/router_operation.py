@@ -39,6 +39,7 @@ def _problem(arguments: RouterArguments) -> RouterProblem:
         Method(a.method),
         a.x.shape[0],
         *a.weight.shape,
+        a.norm_weight is not None,
     )
 
 

@@ -28,9 +28,13 @@ class RouterArguments(NamedTuple):
     weight: torch.Tensor
     logit_bias: torch.Tensor | None
     bias: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    normed: Written | None
     logits: Written | None
     out_ids: Written
     out_weights: Written
+    eps: float
+    norm_bias: float
     method: str
     renormalize: bool
     groups: int
@@ -50,3 +54,4 @@ class RouterProblem(NamedTuple):
     tokens: int
     experts: int
     hidden: int
+    normed: bool = False

@@ -33,6 +33,7 @@ def route_tokens(
     out_ids: torch.Tensor | None = None,
     out_weights: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
+    norm: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """route_experts() of the logits ``x @ weight.T + logit_bias``: for few tokens, both in one launch.
 
@@ -101,6 +102,10 @@ def route_tokens(
             weight=weight,
             logit_bias=logit_bias,
             bias=bias,
+            norm_weight=None if norm is None else norm[0],
+            normed=None if norm is None else norm[1],
+            eps=1e-6,
+            norm_bias=0.0,
             logits=logits,
             out_ids=ids,
             out_weights=weights,
