@@ -38,8 +38,10 @@ def _problem(arguments: RouterArguments) -> RouterProblem:
         FLOATS[a.out_weights.dtype],
         Method(a.method),
         a.x.shape[0],
-        *a.weight.shape,
+        a.weight.shape[0] - a.shared,
+        a.weight.shape[1],
         a.norm_weight is not None,
+        a.shared,
     )
 
 

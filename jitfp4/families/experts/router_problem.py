@@ -39,6 +39,7 @@ class RouterArguments(NamedTuple):
     renormalize: bool
     groups: int
     topk_groups: int
+    shared: bool
     scale: float
     enable_pdl: bool | None
 
@@ -55,3 +56,4 @@ class RouterProblem(NamedTuple):
     experts: int
     hidden: int
     normed: bool = False
+    shared: bool = False

@@ -33,6 +33,7 @@ def route_tokens(
     out_ids: torch.Tensor | None = None,
     out_weights: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
+    shared: bool = False,
     norm: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """route_experts() of the logits ``x @ weight.T + logit_bias``: for few tokens, both in one launch.
@@ -68,7 +69,7 @@ def route_tokens(
         raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"[1 to {MOST_EXPERTS} experts, {hidden}]")
     check_contiguous("weight", weight)
     experts = weight.shape[0]
-    check_rules(experts, top_k, method, bias, groups, topk_groups, x)
+    check_rules(experts - shared, top_k, method, bias, groups, topk_groups, x)
     if logit_bias is not None:
         check_bias("logit_bias", logit_bias, experts, x)
     if logits is not None:
@@ -94,8 +95,8 @@ def route_tokens(
             out_weights=out_weights,
             enable_pdl=enable_pdl,
         )
-    ids = output("out_ids", out_ids, (tokens, top_k), (torch.int32,), like=x)
-    weights = output("out_weights", out_weights, (tokens, top_k), (torch.float32, x.dtype), like=x)
+    ids = output("out_ids", out_ids, (tokens, top_k + shared), (torch.int32,), like=x)
+    weights = output("out_weights", out_weights, (tokens, top_k + shared), (torch.float32, x.dtype), like=x)
     EXPERTS_ROUTER(
         RouterArguments(
             x=x,
@@ -113,6 +114,7 @@ def route_tokens(
             renormalize=renormalize,
             groups=groups,
             topk_groups=topk_groups,
+            shared=shared,
             scale=float(scale),
             enable_pdl=enable_pdl,
         )

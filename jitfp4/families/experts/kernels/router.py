@@ -90,7 +90,7 @@ def most_tokens(experts: int, hidden: int) -> int:
 
 
 def _rejects(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> str | None:
-    if problem.tokens > most_tokens(problem.experts, problem.hidden):
+    if problem.tokens > most_tokens(problem.experts + problem.shared, problem.hidden):
         return f"it is for up to {MOST_TOKENS} tokens, {_WORDS} logits and {MOST_HIDDEN} columns"
     if problem.normed and (problem.tokens > min(_tile(problem, tactic), tactic.threads // WARP) or _turns(problem, tactic) > 8):
         return f"it normalises up to {_TOKENS} tokens, each by a warp"
@@ -102,12 +102,12 @@ def _rejects(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> str |
 
 def _geometry(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> Geometry:
     choices = ceil_div(problem.tokens, tactic.threads // WARP)
-    grid = ceil_div(problem.experts, tactic.rows) + choices
+    grid = ceil_div(problem.experts + problem.shared, tactic.rows) + choices
     shared_bytes = 2 * _tile(problem, tactic) * problem.hidden if problem.normed else 0
     return Geometry(grid=(grid, 1, 1), block=(tactic.threads, 1, 1), shared_bytes=shared_bytes)
 
 
-def _bind(arguments: RouterArguments, _plan: Plan) -> dict[str, Any]:
+def _bind(arguments: RouterArguments, plan: Plan) -> dict[str, Any]:
     x, logits, logit_bias = arguments.x, arguments.logits, arguments.logit_bias
     return {
         "x": x,
@@ -123,7 +123,9 @@ def _bind(arguments: RouterArguments, _plan: Plan) -> dict[str, Any]:
         "hidden": x.shape[1],
         "logit_bias_type": 0 if logit_bias is None else list(FLOATS).index(logit_bias.dtype),
         "logits_stride": 0 if logits is None else logits.stride(0),
-        **bind_choice(arguments, arguments.weight.shape[0]),
+        **bind_choice(arguments, plan.problem.experts),
+        "top_k": arguments.out_ids.shape[1] - arguments.shared,
+        "shared": int(arguments.shared),
     }
 
 
@@ -142,6 +144,7 @@ ROUTER = Kernel(
         I64("hidden", "a multiple of 8"),
         I64("logit_bias_type", "as bias_type"),
         I64("logits_stride", "elements"),
+        I64("shared", "0 or 1: whether the last row of the weight is that of an expert which all tokens have"),
         F32("eps"),
         F32("norm_bias"),
         *CHOICE,
