@@ -25,11 +25,11 @@ _REGISTERS = 64  # of a thread, for the weight
 
 @dataclass(frozen=True, slots=True)
 class RouterTactic:
-    """Experts and threads of a CTA."""
+    """Experts and threads of a CTA that multiplies, and tokens of one that chooses."""
 
     rows: int
     threads: int
-    sifts: bool = False
+    choices: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RouterSpec(KernelSpec):
     turns: int
     rows: int
     threads: int
-    sifts: bool
+    choices: int
 
 
 def _vectors(problem: RouterProblem, tactic: RouterTactic) -> int:
@@ -80,7 +80,7 @@ def _specialise(problem: RouterProblem, tactic: RouterTactic) -> RouterSpec:
         turns=_turns(problem, tactic) if problem.normed else 0,
         rows=tactic.rows,
         threads=tactic.threads,
-        sifts=tactic.sifts,
+        choices=tactic.choices,
     )
 
 
@@ -101,7 +101,7 @@ def _rejects(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> str |
 
 
 def _geometry(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> Geometry:
-    choices = ceil_div(problem.tokens, tactic.threads // WARP)
+    choices = ceil_div(problem.tokens, tactic.choices)
     grid = ceil_div(problem.experts + problem.shared, tactic.rows) + choices
     shared_bytes = 2 * _tile(problem, tactic) * problem.hidden if problem.normed else 0
     return Geometry(grid=(grid, 1, 1), block=(tactic.threads, 1, 1), shared_bytes=shared_bytes)
@@ -149,7 +149,7 @@ ROUTER = Kernel(
         F32("norm_bias"),
         *CHOICE,
     ),
-    tactics=tuple(RouterTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256, 512), (False, True))),
+    tactics=tuple(RouterTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256, 512), (1, 2, 4))),
     rejects=_rejects,
     specialise=_specialise,
     geometry=_geometry,

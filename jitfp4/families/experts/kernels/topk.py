@@ -22,7 +22,6 @@ class TopkTactic:
     """Warps of a CTA, each with a token."""
 
     warps: int
-    sifts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,6 @@ class TopkSpec(KernelSpec):
     method: Method
     per_lane: int
     warps: int
-    sifts: bool
 
 
 def most_of_lane(experts: int) -> int:
@@ -49,7 +47,6 @@ def _specialise(problem: TopkProblem, tactic: TopkTactic) -> TopkSpec:
         method=problem.method,
         per_lane=most_of_lane(problem.experts),
         warps=tactic.warps,
-        sifts=tactic.sifts,
     )
 
 
@@ -109,7 +106,7 @@ TOPK = Kernel(
         I64("logits_stride", "elements"),
         *CHOICE,
     ),
-    tactics=(TopkTactic(1), TopkTactic(4), TopkTactic(8), TopkTactic(4, True), TopkTactic(1, True)),
+    tactics=(TopkTactic(1), TopkTactic(4), TopkTactic(8)),
     rejects=_rejects,
     specialise=_specialise,
     geometry=_geometry,
