@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from jitfp4 import ArgumentError, counters, fp4_experts, rmsnorm, route_experts, route_tokens, sim
+from jitfp4 import (
+    ArgumentError,
+    counters,
+    fp4_experts,
+    gemma_rmsnorm,
+    rmsnorm,
+    rmsnorm_route_experts,
+    route_experts,
+    route_tokens,
+    sim,
+)
 from jitfp4.arch import Arch
 from jitfp4.families.experts.kernels.router import ROUTER, RouterTactic
 from jitfp4.families.experts.router_operation import EXPERTS_ROUTER
@@ -84,7 +94,7 @@ def test_routers_of_models(device: str, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tactic", TACTICS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5, 17])
+@pytest.mark.parametrize("tokens", [1, 5, 13])
 def test_any_number_of_tokens(device: str, tokens: int, tactic: RouterTactic) -> None:
     router = ROUTERS["uneven groups"]
     with EXPERTS_ROUTER.forced(tactic):
@@ -187,18 +197,50 @@ def test_a_token_has_the_same_bits_among_any_number(device: str, tactic: RouterT
         assert all(torch.equal(one, other) for one, other in pairwise(found))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (3, 560), (8, 64)])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_with_a_norm_before(device: str, dtype: torch.dtype, tokens: int, hidden: int, shared: bool) -> None:
+    """Rows are those of rmsnorm() bit by bit, logits those of route_tokens(), and so is the choice."""
+    router = ROUTERS["qwen2"]
+    x, weight = make(router._replace(experts=router.experts + shared), tokens, hidden, dtype)
+    x, weight = (3 * x).to(device), weight.to(device)
+    scale = (1 + torch.arange(hidden) % 7 / 8).to(device, dtype)
+    shift = torch.linspace(-1, 1, len(weight), device=device)
+    rules = {"weight_bias": 0.0, "renormalize": True, "shared": shared, "bias": shift}
+    y, logits, ids, weights = rmsnorm_route_experts(x, scale, weight, 4, 1e-6, **rules)  # type: ignore[arg-type]
+    assert torch.equal(y, rmsnorm(x, scale, 1e-6))
+    want = torch.empty_like(logits)
+    route_tokens(y, weight, 4, method="softmax", renormalize=True, logit_bias=shift, logits=want)
+    torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)  # other tactics add in another order
+    assert_choice(router, logits[:, :60], ids[:, :4], weights[:, :4], {"method": "softmax", "renormalize": True})
+    if shared:
+        assert ids[:, 4].eq(60).all()
+        torch.testing.assert_close(weights[:, 4], logits[:, 60].sigmoid(), rtol=2.0**-20, atol=0)
+
+
+def test_the_bias_of_a_norms_weight(device: str) -> None:
+    x, weight = (one.to(device) for one in make(ROUTERS["qwen2"], 2, 128))
+    scale = torch.linspace(-1, 1, 128, device=device).bfloat16()
+    rules = {"renormalize": False, "shared": False}
+    y, *_ = rmsnorm_route_experts(x, scale, weight, 4, 1e-6, weight_bias=1.0, **rules)  # type: ignore[arg-type]
+    assert torch.equal(y, gemma_rmsnorm(x, scale, 1e-6))
+
+
 def test_which_calls_are_one_launch() -> None:
     """What the table selects, for routers of models and at the limits."""
     arch = Arch.of("sm_90a")
 
     def problem(tokens: int, experts: int, hidden: int) -> RouterProblem:
-        return RouterProblem(DType.BF16, DType.BF16, DType.F32, DType.F32, Method.SOFTMAX, tokens, experts, hidden)
+        return RouterProblem(
+            DType.BF16, DType.BF16, DType.F32, DType.F32, Method.SOFTMAX, tokens, experts, hidden, False, False
+        )
 
     for experts, hidden in ((1, 8), (60, 2048), (128, 2880), (384, 7168), (512, 16384), (1024, 4096), (1024, 16384)):
         for tokens in (1, 16):
             for weight in (DType.BF16, DType.F32):
                 EXPERTS_ROUTER.select(problem(tokens, experts, hidden)._replace(weight=weight), arch)
-    for tokens, experts, hidden in ((33, 128, 2048), (17, 1024, 2048), (1, 128, 16392)):
+    for tokens, experts, hidden in ((17, 128, 2048), (1, 128, 16392)):
         assert "it is for up to" in str(ROUTER.rejects(problem(tokens, experts, hidden), RouterTactic(1, 512), arch))
     assert "do not fit" in str(ROUTER.rejects(problem(1, 128, 16384), RouterTactic(8, 256), arch))
 
@@ -230,6 +272,10 @@ def test_between_a_norm_and_a_layer_by_dependent_launch(seed: int | None) -> Non
         for _ in range(2):
             normed = rmsnorm(x, scale, 1e-6)
             chosen = route_tokens(normed, weight, 2, method="softmax", renormalize=True, logit_bias=shift)
+            x = fp4_experts(normed, layer, *chosen)
+            normed, _, *chosen = rmsnorm_route_experts(
+                x, scale, weight, 2, 1e-6, weight_bias=0.0, renormalize=True, shared=False, bias=shift
+            )
             x = fp4_experts(normed, layer, *chosen)
     assert x.isfinite().all()
 
@@ -298,7 +344,6 @@ def test_two_streams_at_once() -> None:
         ({"bias": torch.zeros(15)}, r"bias: got shape \(15,\)"),
         ({"logits": torch.zeros(3, 15)}, r"logits: got shape \(3, 15\)"),
         ({"logits": torch.zeros(3, 16).half()}, "logits: got torch.float16"),
-        ({"logits": torch.zeros(16, 3).T}, "logits: got strides"),
         ({"top_k": 17}, "top_k: got 17; allowed: 1 to 8"),
         ({"method": "tanh"}, "method: got 'tanh'"),
         ({"out_ids": torch.zeros(3, 2)}, "out_ids: got torch.float32"),
@@ -324,8 +369,10 @@ def test_what_cannot_be(change: dict[str, Any], words: str, tokens: int) -> None
         route_tokens(**(good | change))  # type: ignore[arg-type]
 
 
-def test_memory_of_another_argument() -> None:
+def test_memory_that_cannot_be() -> None:
     x, weight = torch.zeros(3, 64).bfloat16(), torch.zeros(32, 64).bfloat16()
+    with pytest.raises(ArgumentError, match="logits: got strides"):
+        route_tokens(x, weight, 2, method="softmax", renormalize=True, logits=torch.zeros(32, 3).T)
     memory = torch.zeros(3, 32)
     out = memory.view(torch.int32).view(-1)[:6].view(3, 2)
     with pytest.raises(ArgumentError, match="out_ids: got memory of logits"):
@@ -333,3 +380,38 @@ def test_memory_of_another_argument() -> None:
     wide = torch.zeros(3 * 64 + 1).bfloat16()
     with pytest.raises(ArgumentError, match="x: got an address 2 bytes past a multiple of 16"):
         route_tokens(wide[1:].view(3, 64), weight, 2, method="softmax", renormalize=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input": torch.zeros(9, 64).bfloat16()}, r"input: got shape \(9, 64\); allowed: up to 8 rows"),
+        ({"input": torch.zeros(3, 8208).bfloat16()}, "allowed: up to 8 rows of 64 to 8192 elements"),
+        ({"input": torch.zeros(3, 72).bfloat16()}, "input: got k = 72; allowed: a positive multiple of 16"),
+        ({"weight": torch.ones(64).half()}, "weight: got torch.float16"),
+        ({"weight": torch.ones(60).bfloat16()}, r"weight: got shape \(60,\)"),
+        ({"eps": -1.0}, "eps: got -1.0"),
+        ({"router": torch.zeros(16, 64)}, "router: got torch.float32"),
+        ({"top_k": 16}, "top_k: got 16; allowed: 1 to 15"),
+        ({"bias": torch.zeros(15)}, r"bias: got shape \(15,\)"),
+        ({"logits": torch.zeros(3, 15)}, "logits"),
+        ({"out_ids": torch.zeros(3, 2).int()}, r"out_ids: got shape \(3, 2\)"),
+        ({"out": torch.zeros(3, 64)}, "out: got torch.float32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_with_a_norm(change: dict[str, Any], words: str) -> None:
+    good = {
+        "input": torch.zeros(3, 64).bfloat16(),
+        "weight": torch.ones(64).bfloat16(),
+        "router": torch.zeros(16, 64).bfloat16(),
+        "top_k": 2,
+        "eps": 1e-6,
+        "weight_bias": 0.0,
+        "renormalize": True,
+        "shared": True,
+        "bias": torch.zeros(16),
+    }
+    rmsnorm_route_experts(**good)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=words):
+        rmsnorm_route_experts(**(good | change))  # type: ignore[arg-type]

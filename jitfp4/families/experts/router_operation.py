@@ -15,6 +15,7 @@ from jitfp4.families.experts.topk_operation import choose_by
 from jitfp4.families.experts.topk_problem import Method
 from jitfp4.formats import DType
 from jitfp4.operation import Operation
+from jitfp4.reference import norm
 from jitfp4.selection import Row, Table
 
 TABLE = Table(
@@ -57,7 +58,11 @@ def _problems(_arch: Arch) -> Iterator[RouterProblem]:
     """Routers of published models."""
     for dtype, (method, experts, hidden), tokens in product(HALVES.values(), _MODELS, (1, 2, 4, 8)):
         for logits in (DType.F32, dtype):
-            yield RouterProblem(dtype, dtype, logits, DType.F32, method, tokens, experts, hidden)
+            yield RouterProblem(dtype, dtype, logits, DType.F32, method, tokens, experts, hidden, False, False)
+        if method == Method.SOFTMAX:
+            yield RouterProblem(
+                dtype, dtype, DType.F32, DType.F32, method, tokens, experts, hidden, True, shared=experts == 512
+            )
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, logit_bias: torch.Tensor | None, logits: torch.Tensor) -> None:
@@ -77,9 +82,16 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, logit_bias: torch.Tensor | N
 
 
 def _reference(arguments: RouterArguments) -> None:
-    a = arguments
-    logits = torch.empty(len(a.x), len(a.weight)) if a.logits is None else a.logits
-    multiply(a.x, a.weight, a.logit_bias, logits)
+    a, x = arguments, arguments.x
+    if a.norm_weight is not None and a.normed is not None:
+        x = a.normed.copy_(norm.rmsnorm(x, a.norm_weight, a.eps, a.norm_bias))
+    logits = torch.empty(len(x), len(a.weight)) if a.logits is None else a.logits
+    multiply(x, a.weight, a.logit_bias, logits)
+    if a.shared:
+        a.out_ids[:, -1] = len(a.weight) - 1
+        a.out_weights[:, -1] = logits[:, -1].sigmoid()
+        logits = logits[:, :-1]
+        a = a._replace(out_ids=a.out_ids[:, :-1], out_weights=a.out_weights[:, :-1])
     choose_by(logits.float(), a)
 
 
@@ -92,7 +104,7 @@ EXPERTS_ROUTER = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="out_ids",
-    aligned=("x", "weight"),
-    exclusive=("logits", "out_ids", "out_weights"),
+    aligned=("x", "weight", "norm_weight", "normed"),
+    exclusive=("normed", "logits", "out_ids", "out_weights"),
     growing=("tokens",),
 )

@@ -12,16 +12,18 @@ from jitfp4.operation import Written
 
 COLUMNS = 8
 """Of x, that a thread loads at once: hidden is a multiple of it."""
-MOST_TOKENS = 32
+MOST_TOKENS, MOST_HIDDEN = 16, 16384
 """Of a launch that multiplies and chooses."""
-MOST_HIDDEN = 16384
+MOST_NORMED, MOST_NORMED_HIDDEN = 8, 8192
+"""Of one that normalises before."""
 
 
 class RouterArguments(NamedTuple):
-    """The choice of ``out_ids`` and ``out_weights`` [tokens, top_k] for ``x`` [tokens, hidden].
+    """The choice of ``out_ids`` and ``out_weights`` [tokens, slots] for ``x`` [tokens, hidden].
 
-    ``weight`` [experts, hidden]; ``logit_bias``, ``bias`` [experts] float or None; ``logits`` [tokens, experts], rows
-    apart or not, or None. See route_tokens().
+    ``weight`` [experts, hidden], and where ``shared`` one row more; ``logit_bias``, ``bias`` float, of each row, or
+    None; ``logits`` [tokens, rows], rows apart or not, or None. With ``norm_weight`` [hidden], ``x`` is normalised to
+    ``normed`` [tokens, hidden] before. See route_tokens() and rmsnorm_route_experts().
     """
 
     x: torch.Tensor
@@ -42,10 +44,13 @@ class RouterArguments(NamedTuple):
     shared: bool
     scale: float
     enable_pdl: bool | None
+    names: str
 
 
 class RouterProblem(NamedTuple):
-    """``tokens`` choices among ``experts``, by products of ``hidden`` columns."""
+    """``tokens`` choices among ``experts``, by products of ``hidden`` columns that are ``normed`` before or not; with
+    or without an expert that all tokens have.
+    """
 
     dtype: DType
     weight: DType
@@ -55,5 +60,5 @@ class RouterProblem(NamedTuple):
     tokens: int
     experts: int
     hidden: int
-    normed: bool = False
-    shared: bool = False
+    normed: bool
+    shared: bool

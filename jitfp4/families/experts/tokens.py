@@ -1,4 +1,4 @@
-"""Routing from activations: the logits of a router and the choice of experts by them."""
+"""Routing from activations: the logits of a router and the choice of experts by them, with a norm before or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.kernels.router import most_tokens
 from jitfp4.families.experts.router import check_bias, check_rows, check_rules, route_experts
 from jitfp4.families.experts.router_operation import EXPERTS_ROUTER, multiply
-from jitfp4.families.experts.router_problem import COLUMNS, RouterArguments
+from jitfp4.families.experts.router_problem import COLUMNS, MOST_NORMED, MOST_NORMED_HIDDEN, RouterArguments
+from jitfp4.families.experts.topk_problem import MOST_TAKEN, Method
 from jitfp4.families.experts.weights import MOST_EXPERTS
 from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, output, writing
@@ -33,8 +34,6 @@ def route_tokens(
     out_ids: torch.Tensor | None = None,
     out_weights: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
-    shared: bool = False,
-    norm: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """route_experts() of the logits ``x @ weight.T + logit_bias``: for few tokens, both in one launch.
 
@@ -51,33 +50,25 @@ def route_tokens(
     Returns:
         ``out_ids``, ``out_weights``.
     Numerics:
-        Products and sums in float32. Up to 32 tokens, unless there are many experts or columns, the order of a sum does
+        Products and sums in float32. Up to 16 tokens, unless there are many experts or columns, the order of a sum does
         not depend on the number of tokens, and equal calls give equal bits; for more, torch multiplies, and its order
         of sums is its own.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    check_dtype("x", x, tuple(HALVES))
-    check_device("x", x)
-    if x.dim() != 2:
-        raise ArgumentError("x", f"shape {tuple(x.shape)}", "[tokens, hidden]")
-    as_rows("x", x, COLUMNS)
+    _check("x", x, COLUMNS)
     tokens, hidden = x.shape
-    check_dtype("weight", weight, (x.dtype, torch.float32))
-    check_same_device("weight", weight, x)
-    if weight.dim() != 2 or weight.shape[1] != hidden or not 0 < weight.shape[0] <= MOST_EXPERTS:
-        raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"[1 to {MOST_EXPERTS} experts, {hidden}]")
-    check_contiguous("weight", weight)
+    _check_weight("weight", weight, x, (x.dtype, torch.float32), MOST_EXPERTS)
     experts = weight.shape[0]
-    check_rules(experts - shared, top_k, method, bias, groups, topk_groups, x)
+    check_rules(experts, top_k, method, bias, groups, topk_groups, x)
     if logit_bias is not None:
         check_bias("logit_bias", logit_bias, experts, x)
     if logits is not None:
         check_dtype("logits", logits, (x.dtype, torch.float32))
         check_same_device("logits", logits, x)
-        check_rows(logits)
         if differ(logits.shape, (tokens, experts)):
             raise ArgumentError("logits", f"shape {tuple(logits.shape)}", f"({tokens}, {experts})")
+        check_rows(logits)
     if reaches(tokens, most_tokens(experts, hidden) + 1):
         logits = torch.empty(tokens, experts, device=x.device) if logits is None else logits
         with writing(logits):
@@ -95,28 +86,146 @@ def route_tokens(
             out_weights=out_weights,
             enable_pdl=enable_pdl,
         )
-    ids = output("out_ids", out_ids, (tokens, top_k + shared), (torch.int32,), like=x)
-    weights = output("out_weights", out_weights, (tokens, top_k + shared), (torch.float32, x.dtype), like=x)
+    ids = output("out_ids", out_ids, (tokens, top_k), (torch.int32,), like=x)
+    weights = output("out_weights", out_weights, (tokens, top_k), (torch.float32, x.dtype), like=x)
     EXPERTS_ROUTER(
         RouterArguments(
             x=x,
             weight=weight,
             logit_bias=logit_bias,
             bias=bias,
-            norm_weight=None if norm is None else norm[0],
-            normed=None if norm is None else norm[1],
-            eps=1e-6,
-            norm_bias=0.0,
+            norm_weight=None,
+            normed=None,
             logits=logits,
             out_ids=ids,
             out_weights=weights,
+            eps=0.0,
+            norm_bias=0.0,
             method=method,
             renormalize=renormalize,
             groups=groups,
             topk_groups=topk_groups,
-            shared=shared,
+            shared=False,
             scale=float(scale),
             enable_pdl=enable_pdl,
+            names="",
         )
     )
     return ids, weights
+
+
+def joins_norm(tokens: int, hidden: int) -> bool:
+    """Whether rmsnorm_route_experts() takes so many rows of so many elements."""
+    return 0 < tokens <= MOST_NORMED and 64 <= hidden <= MOST_NORMED_HIDDEN
+
+
+@public
+def rmsnorm_route_experts(
+    input: torch.Tensor,  # noqa: A002 - as in rmsnorm()
+    weight: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    eps: float,
+    *,
+    weight_bias: float,
+    renormalize: bool,
+    shared: bool,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    out_ids: torch.Tensor | None = None,
+    out_weights: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise a few rows, multiply them by a router, and choose their experts by a softmax, in one launch.
+
+    Args:
+        input: [tokens, hidden], fp16 or bf16, 16-byte aligned; up to 8 tokens, hidden a multiple of 16 from 64 to 8192.
+            Rows may lie apart, at multiples of 16 bytes.
+        weight: [hidden] of input's dtype. As ``router`` and ``bias``, it may be read before the kernel ahead has ended.
+        router: [experts, hidden] of input's dtype, contiguous, up to 1024 experts, and where ``shared`` one row more.
+        top_k: experts of a token, 1 to 32, or where ``shared`` to 31. They are in the order of their logits, the
+            highest first.
+        eps: added to the mean of squares.
+        weight_bias: added to ``weight`` in float32: 0, or 1 as norms of Gemma and Qwen3-Next have it.
+        renormalize: divide the scores of the experts of a token by their sum.
+        shared: the last row of the router is the gate of an expert that all tokens have, such as Qwen3-Next's shared
+            expert: behind the ``top_k`` slots is one with the number of that row, whose weight is the sigmoid of its
+            logit.
+        bias: [rows of the router], float32, bf16 or fp16, contiguous: added to the logits.
+        out: [tokens, hidden] of input's dtype to fill in place, contiguous.
+        logits: [tokens, rows of the router] float32 to fill in place, elements of a row adjacent.
+        out_ids: [tokens, top_k or, with a shared expert, top_k + 1] int32 to fill in place, contiguous.
+        out_weights: the same of float32. What is None is allocated; all four are memory of their own.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        ``(out, logits, out_ids, out_weights)``: the rows, and what fp4_experts() takes.
+    Numerics:
+        ``out`` as by rmsnorm(), bit by bit; the rest as by route_tokens() of it.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    _check("input", input, 2 * COLUMNS)
+    tokens, hidden = input.shape
+    if tokens and not joins_norm(tokens, hidden):
+        allowed = f"up to {MOST_NORMED} rows of 64 to {MOST_NORMED_HIDDEN} elements"
+        raise ArgumentError("input", f"shape {tuple(input.shape)}", allowed)
+    check_dtype("weight", weight, (input.dtype,))
+    check_same_device("weight", weight, input)
+    if tuple(weight.shape) != (hidden,):
+        raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"({hidden},)")
+    check_contiguous("weight", weight)
+    if not eps >= 0:
+        raise ArgumentError("eps", eps, "a finite number that is not negative")
+    _check_weight("router", router, input, (input.dtype,), MOST_EXPERTS + shared)
+    rows = router.shape[0]
+    most = min(MOST_TAKEN, rows) - shared
+    if not 0 < top_k <= most:
+        raise ArgumentError("top_k", top_k, f"1 to {most}")
+    if bias is not None:
+        check_bias("bias", bias, rows, input)
+    normed = output("out", out, (tokens, hidden), (input.dtype,), like=input)
+    found = output("logits", logits, (tokens, rows), (torch.float32,), like=input)
+    ids = output("out_ids", out_ids, (tokens, top_k + shared), (torch.int32,), like=input)
+    weights = output("out_weights", out_weights, (tokens, top_k + shared), (torch.float32,), like=input)
+    EXPERTS_ROUTER(
+        RouterArguments(
+            x=input,
+            weight=router,
+            logit_bias=bias,
+            bias=None,
+            norm_weight=weight,
+            normed=normed,
+            logits=found,
+            out_ids=ids,
+            out_weights=weights,
+            eps=float(eps),
+            norm_bias=float(weight_bias),
+            method=Method.SOFTMAX,
+            renormalize=renormalize,
+            groups=1,
+            topk_groups=1,
+            shared=shared,
+            scale=1.0,
+            enable_pdl=enable_pdl,
+            names="x=input,weight=router,norm_weight=weight,normed=out,logit_bias=bias",
+        )
+    )
+    return normed, found, ids, weights
+
+
+def _check(name: str, x: torch.Tensor, multiple: int) -> None:
+    """Check rows of 16-bit floats."""
+    check_dtype(name, x, tuple(HALVES))
+    check_device(name, x)
+    if x.dim() != 2:
+        raise ArgumentError(name, f"shape {tuple(x.shape)}", "[tokens, hidden]")
+    as_rows(name, x, multiple)
+
+
+def _check_weight(name: str, weight: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: int) -> None:
+    check_dtype(name, weight, dtypes)
+    check_same_device(name, weight, x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not 0 < weight.shape[0] <= most:
+        raise ArgumentError(name, f"shape {tuple(weight.shape)}", f"[1 to {most} experts, {x.shape[1]}]")
+    check_contiguous(name, weight)

@@ -92,8 +92,10 @@ def most_tokens(experts: int, hidden: int) -> int:
 def _rejects(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> str | None:
     if problem.tokens > most_tokens(problem.experts + problem.shared, problem.hidden):
         return f"it is for up to {MOST_TOKENS} tokens, {_WORDS} logits and {MOST_HIDDEN} columns"
-    if problem.normed and (problem.tokens > min(_tile(problem, tactic), tactic.threads // WARP) or _turns(problem, tactic) > 8):
-        return f"it normalises up to {_TOKENS} tokens, each by a warp"
+    if problem.normed and problem.tokens > min(_tile(problem, tactic), tactic.threads // WARP):
+        return "rows are normalised all at once, each by a warp or more"
+    if problem.normed and _turns(problem, tactic) > max(_VECTORS):
+        return "a thread has no room for a row's part"
     registers = _vectors(problem, tactic) * tactic.rows * (8 if problem.weight == DType.F32 else 4)
     if _vectors(problem, tactic) > max(_VECTORS) or registers > _REGISTERS:
         return f"{tactic.rows} rows of {problem.hidden} columns do not fit in the registers of {tactic.threads} threads"
