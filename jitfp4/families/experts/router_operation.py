@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.dtypes import FLOATS, HALVES
+from jitfp4.dtypes import FLOATS
 from jitfp4.families.experts.kernels.router import ROUTER, RouterTactic
 from jitfp4.families.experts.router_problem import RouterArguments, RouterProblem
 from jitfp4.families.experts.topk_operation import choose_by
@@ -46,23 +46,26 @@ def _problem(arguments: RouterArguments) -> RouterProblem:
     )
 
 
-_MODELS = (  # method, experts, hidden
-    (Method.SOFTMAX, 128, 2048),
-    (Method.SOFTMAX, 128, 2880),
-    (Method.SOFTMAX, 512, 2048),
-    (Method.SIGMOID, 256, 7168),
+_MODELS = (  # method, experts, hidden, and whether there is an expert that all tokens have
+    (Method.SOFTMAX, 128, 2048, False),
+    (Method.SOFTMAX, 128, 2880, False),
+    (Method.SOFTMAX, 512, 2048, True),
+    (Method.SIGMOID, 256, 7168, False),
 )
 
 
 def _problems(_arch: Arch) -> Iterator[RouterProblem]:
-    """Routers of published models."""
-    for dtype, (method, experts, hidden), tokens in product(HALVES.values(), _MODELS, (1, 2, 4, 8)):
-        for logits in (DType.F32, dtype):
-            yield RouterProblem(dtype, dtype, logits, DType.F32, method, tokens, experts, hidden, False, False)
+    """Routers of published models, for one token and for several."""
+    for (method, experts, hidden, shared), tokens in product(_MODELS, (1, 8)):
+        problem = RouterProblem(
+            DType.BF16, DType.BF16, DType.F32, DType.F32, method, tokens, experts, hidden, False, False
+        )
+        yield problem
         if method == Method.SOFTMAX:
-            yield RouterProblem(
-                dtype, dtype, DType.F32, DType.F32, method, tokens, experts, hidden, True, shared=experts == 512
-            )
+            yield problem._replace(logits=DType.BF16)
+            yield problem._replace(normed=True, shared=shared)
+    yield problem._replace(weight=DType.F32)
+    yield problem._replace(dtype=DType.F16, weight=DType.F16)
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, logit_bias: torch.Tensor | None, logits: torch.Tensor) -> None:
