@@ -50,9 +50,8 @@ def route_tokens(
     Returns:
         ``out_ids``, ``out_weights``.
     Numerics:
-        Products and sums in float32. Up to 16 tokens, unless there are many experts or columns, the order of a sum does
-        not depend on the number of tokens, and equal calls give equal bits; for more, torch multiplies, and its order
-        of sums is its own.
+        Products and sums in float32. Up to 16 tokens of up to 16384 columns, a kernel adds in an order that depends on
+        the sizes alone, so that equal calls give equal bits; for more, torch multiplies.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
