@@ -32,7 +32,6 @@ CHECKED = {
     "nvfp4_quantize shuffled": "rows are permuted by torch operations behind the launch",
     "nvfp4_quantize 4over6": "scales are multiplied by a torch operation behind the launch",
     "nvfp4_quantize_paged_kv_cache": "the host reads the scales",
-    "route_tokens many": "torch multiplies",
     "mm_fp4 trtllm": "columns are permuted by a torch operation behind the launch",
 }
 """Calls that launch a kernel and take the checked way each time, and why."""
@@ -124,13 +123,6 @@ def _more() -> Calls:
         "chunk_gated_delta_rule heads": lambda: prompt(70, 16),
         "chunk_gated_delta_rule many heads": lambda: prompt(70, 72),
         "chunk_gated_delta_rule parts": lambda: prompt(2048, 2),
-        "route_tokens many": lambda: {
-            **good["route_tokens"](),
-            "x": _half(40, 64),
-            "logits": None,
-            "out_ids": None,
-            "out_weights": None,
-        },
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
         "mm_fp8_fp4 divided": lambda: eights(64, 8704, 128),

@@ -42,10 +42,12 @@ def route_tokens(
             at multiples of 16 bytes.
         weight: [experts, hidden] of the dtype of x, or float32, contiguous, up to 1024 experts. It may be read before
             the kernel ahead has ended.
-        top_k, method, renormalize, bias, groups, topk_groups, scale, out_ids, out_weights: as for route_experts().
-        logit_bias: [experts], float32, bf16 or fp16, contiguous: added to the logits. It is read as weight is.
+        top_k, method, renormalize: as for route_experts().
+        logit_bias: [experts], float32, bf16 or fp16, contiguous: added to the logits.
+        bias, groups, topk_groups, scale: as for route_experts(). Both biases are read as weight is.
         logits: [tokens, experts] to fill in place, float32 or of the dtype of x, elements of a row adjacent: the choice
             is by what is written. None: by float32, which nobody sees.
+        out_ids, out_weights: as for route_experts().
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``out_ids``, ``out_weights``.
@@ -148,9 +150,8 @@ def rmsnorm_route_experts(
         eps: added to the mean of squares.
         weight_bias: added to ``weight`` in float32: 0, or 1 as norms of Gemma and Qwen3-Next have it.
         renormalize: divide the scores of the experts of a token by their sum.
-        shared: the last row of the router is the gate of an expert that all tokens have, such as Qwen3-Next's shared
-            expert: behind the ``top_k`` slots is one with the number of that row, whose weight is the sigmoid of its
-            logit.
+        shared: the last row of the router is the gate of an expert that all tokens have, as Qwen3-Next has one. Behind
+            the ``top_k`` slots is another one with the number of that row, whose weight is the sigmoid of its logit.
         bias: [rows of the router], float32, bf16 or fp16, contiguous: added to the logits.
         out: [tokens, hidden] of input's dtype to fill in place, contiguous.
         logits: [tokens, rows of the router] float32 to fill in place, elements of a row adjacent.
