@@ -19,8 +19,7 @@ import torch
 from bench.experts_layers import Layer, make_layer
 from bench.harness import write_results
 from bench.stamp import stamp
-from jitfp4 import fp4_experts, rmsnorm, rmsnorm_route_experts, route_experts, route_tokens
-from jitfp4.families.experts.tokens import joins_norm
+from jitfp4 import fp4_experts, rmsnorm, route_experts, route_tokens
 from jitfp4.formats import NVFP4
 from jitfp4.tuning import Call, time_us
 
@@ -144,25 +143,17 @@ def measure_tokens(router: Router, tokens: int) -> dict[str, object]:
         def call() -> object:
             if not chain:
                 return chosen(x)
-            if way == "with norm":
-                rules = {"weight_bias": 0.0, "renormalize": True, "shared": False, "bias": shift}
-                normed, *_ = rmsnorm_route_experts(x, scale, weight, router.top_k, 1e-6, **rules, **into)  # type: ignore[arg-type]
-            else:
-                normed = rmsnorm(x, scale)
-                chosen(normed)
+            normed = rmsnorm(x, scale)
+            chosen(normed)
             return fp4_experts(normed, layer, ids, weights)
 
         return call
 
     row: dict[str, object] = {"router": router.name, "tokens": tokens}
     for chain, name in ((False, "alone"), (True, "chain")):
-        ways = ["route_tokens", "cublas"]
-        if chain and router.options["method"] == "softmax" and joins_norm(tokens, router.hidden):
-            ways.append("with norm")
-        for way in ways:
+        for way in ("route_tokens", "cublas"):
             us = time_us(lambda way=way, chain=chain: make(way, chain), moved)  # type: ignore[misc]
-            row[f"{name}_{way.replace(' ', '_')}_us"] = round(us, 2)
-    row.setdefault("chain_with_norm_us", "")
+            row[f"{name}_{way}_us"] = round(us, 2)
     print(*row.values(), flush=True)
     return row
 

@@ -66,7 +66,6 @@ _HOMES = {
         "prepare_fp4_experts",
         "route_experts",
         "route_tokens",
-        "rmsnorm_route_experts",
     ),
     "jitfp4.families.gdn": (
         "chunk_gated_delta_rule",

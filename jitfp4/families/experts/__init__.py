@@ -2,7 +2,7 @@
 
 from jitfp4.families.experts.api import fp4_experts
 from jitfp4.families.experts.router import fused_topk_deepseek, route_experts
-from jitfp4.families.experts.tokens import rmsnorm_route_experts, route_tokens
+from jitfp4.families.experts.tokens import route_tokens
 from jitfp4.families.experts.weights import Fp4Experts, prepare_fp4_experts
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "fp4_experts",
     "fused_topk_deepseek",
     "prepare_fp4_experts",
-    "rmsnorm_route_experts",
     "route_experts",
     "route_tokens",
 ]

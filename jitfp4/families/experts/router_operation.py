@@ -15,19 +15,9 @@ from jitfp4.families.experts.topk_operation import choose_by
 from jitfp4.families.experts.topk_problem import Method
 from jitfp4.formats import DType
 from jitfp4.operation import Operation
-from jitfp4.reference import norm
 from jitfp4.selection import Row, Table
 
-TABLE = Table(
-    (
-        Row(RouterTactic(1, 256), {"experts": 160}),
-        Row(RouterTactic(2, 512), {"experts": 264, "hidden": 8192}),
-        Row(RouterTactic(4, 256), {"hidden": 4096}),
-        Row(RouterTactic(2, 512)),
-        Row(RouterTactic(1, 512)),
-    ),
-    measured=None,
-)
+TABLE = Table((Row(RouterTactic(4, 256), {"hidden": 2048}), Row(RouterTactic(4, 512))), measured=None)
 
 
 def _problem(arguments: RouterArguments) -> RouterProblem:
@@ -41,7 +31,6 @@ def _problem(arguments: RouterArguments) -> RouterProblem:
         a.x.shape[0],
         a.weight.shape[0] - a.shared,
         a.weight.shape[1],
-        a.norm_weight is not None,
         a.shared,
     )
 
@@ -58,12 +47,11 @@ def _problems(_arch: Arch) -> Iterator[RouterProblem]:
     """Routers of published models, for one token and for several."""
     for (method, experts, hidden, shared), tokens in product(_MODELS, (1, 8)):
         problem = RouterProblem(
-            DType.BF16, DType.BF16, DType.F32, DType.F32, method, tokens, experts, hidden, False, False
+            DType.BF16, DType.BF16, DType.F32, DType.F32, method, tokens, experts, hidden, shared=shared
         )
         yield problem
         if method == Method.SOFTMAX:
             yield problem._replace(logits=DType.BF16)
-            yield problem._replace(normed=True, shared=shared)
     yield problem._replace(weight=DType.F32)
     yield problem._replace(dtype=DType.F16, weight=DType.F16)
 
@@ -85,11 +73,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, logit_bias: torch.Tensor | N
 
 
 def _reference(arguments: RouterArguments) -> None:
-    a, x = arguments, arguments.x
-    if a.norm_weight is not None and a.normed is not None:
-        x = a.normed.copy_(norm.rmsnorm(x, a.norm_weight, a.eps, a.norm_bias))
-    logits = torch.empty(len(x), len(a.weight)) if a.logits is None else a.logits
-    multiply(x, a.weight, a.logit_bias, logits)
+    a = arguments
+    logits = torch.empty(len(a.x), len(a.weight)) if a.logits is None else a.logits
+    multiply(a.x, a.weight, a.logit_bias, logits)
     if a.shared:
         a.out_ids[:, -1] = len(a.weight) - 1
         a.out_weights[:, -1] = logits[:, -1].sigmoid()
@@ -107,7 +93,7 @@ EXPERTS_ROUTER = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="out_ids",
-    aligned=("x", "weight", "norm_weight", "normed"),
-    exclusive=("normed", "logits", "out_ids", "out_weights"),
+    aligned=("x", "weight"),
+    exclusive=("logits", "out_ids", "out_weights"),
     growing=("tokens",),
 )

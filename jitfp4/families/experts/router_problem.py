@@ -12,31 +12,24 @@ from jitfp4.operation import Written
 
 COLUMNS = 8
 """Of x, that a thread loads at once: hidden is a multiple of it."""
-MOST_TOKENS, MOST_HIDDEN = 16, 16384
+MOST_TOKENS, MOST_HIDDEN = 16, 8192
 """Of a launch that multiplies and chooses."""
-MOST_NORMED, MOST_NORMED_HIDDEN = 8, 8192
-"""Of one that normalises before."""
 
 
 class RouterArguments(NamedTuple):
     """The choice of ``out_ids`` and ``out_weights`` [tokens, slots] for ``x`` [tokens, hidden].
 
     ``weight`` [experts, hidden], and where ``shared`` one row more; ``logit_bias``, ``bias`` float, of each row, or
-    None; ``logits`` [tokens, rows], rows apart or not, or None. With ``norm_weight`` [hidden], ``x`` is normalised to
-    ``normed`` [tokens, hidden] before. See route_tokens() and rmsnorm_route_experts().
+    None; ``logits`` [tokens, rows], rows apart or not, or None. See route_tokens().
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     logit_bias: torch.Tensor | None
     bias: torch.Tensor | None
-    norm_weight: torch.Tensor | None
-    normed: Written | None
     logits: Written | None
     out_ids: Written
     out_weights: Written
-    eps: float
-    norm_bias: float
     method: str
     renormalize: bool
     groups: int
@@ -44,13 +37,10 @@ class RouterArguments(NamedTuple):
     shared: bool
     scale: float
     enable_pdl: bool | None
-    names: str
 
 
 class RouterProblem(NamedTuple):
-    """``tokens`` choices among ``experts``, by products of ``hidden`` columns that are ``normed`` before or not; with
-    or without an expert that all tokens have.
-    """
+    """``tokens`` choices among ``experts``, by products of ``hidden`` columns; with or without one that all have."""
 
     dtype: DType
     weight: DType
@@ -60,5 +50,4 @@ class RouterProblem(NamedTuple):
     tokens: int
     experts: int
     hidden: int
-    normed: bool
     shared: bool

@@ -77,7 +77,7 @@ def needed(module: nn.Module, config: Any, dtype: torch.dtype, max_tokens: int) 
         experts, hidden = module.weight.shape
         yield EXPERTS_TOPK, TopkProblem(kind, DType.F32, Method.SOFTMAX, 1, experts), "tokens", max_tokens
         if few := min(most_tokens(experts, hidden), max_tokens):
-            problem = RouterProblem(kind, kind, kind, DType.F32, Method.SOFTMAX, 1, experts, hidden, False, False)
+            problem = RouterProblem(kind, kind, kind, DType.F32, Method.SOFTMAX, 1, experts, hidden, False)
             yield EXPERTS_ROUTER, problem, "tokens", few
     elif isinstance(module, _Attention):
         rope = RopeProblem(kind, CacheType.NVFP4, module.head_dim, 1)

@@ -15,21 +15,21 @@ from jitfp4.families.experts.topk_problem import Method
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
-from jitfp4.spec import F32, I64, WARP, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, WARP, Geometry, KernelSpec, Ptr
 
 _WORDS = counters.COUNTER_BYTES // 4
 _VECTORS = (1, 2, 4, 8)
 _TOKENS = 8
+_CHOICES = 4  # tokens of a CTA that chooses
 _REGISTERS = 64  # of a thread, for the weight
 
 
 @dataclass(frozen=True, slots=True)
 class RouterTactic:
-    """Experts and threads of a CTA that multiplies, and tokens of one that chooses."""
+    """Experts of a CTA that multiplies, and threads."""
 
     rows: int
     threads: int
-    choices: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,8 @@ class RouterSpec(KernelSpec):
     per_lane: int
     tokens: int
     vectors: int
-    turns: int
     rows: int
     threads: int
-    choices: int
 
 
 def _vectors(problem: RouterProblem, tactic: RouterTactic) -> int:
@@ -59,12 +57,6 @@ def _vectors(problem: RouterProblem, tactic: RouterTactic) -> int:
 def _tile(problem: RouterProblem, tactic: RouterTactic) -> int:
     """Tokens that are multiplied at a time: a lane of each warp has a sum for one of them and one row."""
     return min(1 << (problem.tokens - 1).bit_length(), _TOKENS, WARP // tactic.rows)
-
-
-def _turns(problem: RouterProblem, tactic: RouterTactic) -> int:
-    """A power of two, so that sums of squares are those of rmsnorm()."""
-    row_warps = max(tactic.threads // WARP // _tile(problem, tactic), 1)
-    return 1 << (ceil_div(ceil_div(problem.hidden, 16 * WARP), row_warps) - 1).bit_length()
 
 
 def _specialise(problem: RouterProblem, tactic: RouterTactic) -> RouterSpec:
@@ -77,10 +69,8 @@ def _specialise(problem: RouterProblem, tactic: RouterTactic) -> RouterSpec:
         per_lane=most_of_lane(problem.experts),
         tokens=_tile(problem, tactic),
         vectors=next(size for size in _VECTORS if _vectors(problem, tactic) <= size),
-        turns=_turns(problem, tactic) if problem.normed else 0,
         rows=tactic.rows,
         threads=tactic.threads,
-        choices=tactic.choices,
     )
 
 
@@ -92,10 +82,6 @@ def most_tokens(experts: int, hidden: int) -> int:
 def _rejects(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> str | None:
     if problem.tokens > most_tokens(problem.experts + problem.shared, problem.hidden):
         return f"it is for up to {MOST_TOKENS} tokens, {_WORDS} logits and {MOST_HIDDEN} columns"
-    if problem.normed and problem.tokens > min(_tile(problem, tactic), tactic.threads // WARP):
-        return "rows are normalised all at once, each by a warp or more"
-    if problem.normed and _turns(problem, tactic) > max(_VECTORS):
-        return "a thread has no room for a row's part"
     registers = _vectors(problem, tactic) * tactic.rows * (8 if problem.weight == DType.F32 else 4)
     if _vectors(problem, tactic) > max(_VECTORS) or registers > _REGISTERS:
         return f"{tactic.rows} rows of {problem.hidden} columns do not fit in the registers of {tactic.threads} threads"
@@ -103,10 +89,9 @@ def _rejects(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> str |
 
 
 def _geometry(problem: RouterProblem, tactic: RouterTactic, _arch: Arch) -> Geometry:
-    choices = ceil_div(problem.tokens, tactic.choices)
+    choices = ceil_div(problem.tokens, _CHOICES)
     grid = ceil_div(problem.experts + problem.shared, tactic.rows) + choices
-    shared_bytes = 2 * _tile(problem, tactic) * problem.hidden if problem.normed else 0
-    return Geometry(grid=(grid, 1, 1), block=(tactic.threads, 1, 1), shared_bytes=shared_bytes)
+    return Geometry(grid=(grid, 1, 1), block=(tactic.threads, 1, 1))
 
 
 def _bind(arguments: RouterArguments, plan: Plan) -> dict[str, Any]:
@@ -115,12 +100,8 @@ def _bind(arguments: RouterArguments, plan: Plan) -> dict[str, Any]:
         "x": x,
         "weight": arguments.weight,
         "logit_bias": logit_bias,
-        "norm_weight": arguments.norm_weight,
-        "normed": arguments.normed,
         "logits": logits,
         "words": replay.companion(counters.of, arguments.out_ids),
-        "eps": arguments.eps,
-        "norm_bias": arguments.norm_bias,
         "x_stride": x.stride(0),
         "hidden": x.shape[1],
         "logit_bias_type": 0 if logit_bias is None else list(FLOATS).index(logit_bias.dtype),
@@ -138,8 +119,6 @@ ROUTER = Kernel(
         Ptr("x", "const In", "[tokens, hidden]"),
         Ptr("weight", "const Operand", "[experts, hidden]"),
         Ptr("logit_bias", "const void", "[experts] of logit_bias_type; null: none"),
-        Ptr("norm_weight", "const In", "[hidden]; null: x is not normalised"),
-        Ptr("normed", "In", "[tokens, hidden]; null like norm_weight"),
         Ptr("logits", "Logit", "[tokens, experts]; null: nobody wants them"),
         Ptr("words", "uint32", "[tokens, experts], zero between launches"),
         I64("x_stride", "elements"),
@@ -147,11 +126,9 @@ ROUTER = Kernel(
         I64("logit_bias_type", "as bias_type"),
         I64("logits_stride", "elements"),
         I64("shared", "0 or 1: whether the last row of the weight is that of an expert which all tokens have"),
-        F32("eps"),
-        F32("norm_bias"),
         *CHOICE,
     ),
-    tactics=tuple(RouterTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256, 512), (1, 2, 4))),
+    tactics=tuple(RouterTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256, 512))),
     rejects=_rejects,
     specialise=_specialise,
     geometry=_geometry,
