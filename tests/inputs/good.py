@@ -329,6 +329,7 @@ def _experts_calls() -> Calls:
             "bias": torch.zeros(8),
             "groups": 4,
             "topk_groups": 2,
+            "shared": False,
             "scale": 2.5,
             "logits": torch.zeros(3, 8),
             "out_ids": torch.zeros(3, 2, dtype=torch.int32),

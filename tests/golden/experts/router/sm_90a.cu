@@ -1,16 +1,19 @@
 // experts_router, generated from templates/experts/router.cu.j2
-// spec: {"choices":4,"dtype":"bf16","logits":"f32","method":"softmax","per_lane":4,"rows":1,"threads":256,"tokens":1,"turns":0,"vectors":1,"weight":"bf16","weights":"f32"}
+// spec: {"dtype":"bf16","logits":"f32","method":"softmax","per_lane":4,"rows":4,"threads":256,"tokens":1,"vectors":1,"weight":"bf16","weights":"f32"}
 //
 // A router for a few tokens: logits = x times the transpose of a weight [experts, hidden], and the choice of the
 // experts of each token by them. The first CTAs multiply, kRows experts each, the last ones choose, a warp for each
 // token. Those wait only for CTAs that began before them:
 //
-//   CTA of a product   weight -> registers | wait for the kernel before | x -> sums of threads -> of warps -> a word
+//   CTA of a product   weight -> registers | wait for the kernel before | x -> sums of threads -> of warps -> words
 //   CTA of choices     wait for the kernel before | poll the words of a token until all are there, clear them | choose
 //
 // A word is a logit, or zero where there is none yet: words are zero between launches, and nothing else is to be
 // waited for. A sum is float32: over a thread's columns in order, then over the lanes of a warp as a tree, then over
-// warps. Its bits do not depend on the number of tokens.
+// warps.
+//
+// The weight may have a row more than there are experts: that of an expert that all tokens have, whose weight is the
+// sigmoid of its logit and whose number is behind those of the others.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -48,6 +51,14 @@ __device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
   uint64 v;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
+}
+}  // namespace ptx
+
+// ---- partials/st_relaxed ---------------------------------------------------
+// What other CTAs read by ld_relaxed while the kernel runs.
+namespace ptx {
+__device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -205,32 +216,6 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
-// ---- partials/async_copy ---------------------------------------------------
-// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
-namespace ptx {
-__device__ __forceinline__ uint4 ld_shared(uint32 p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-  return v;
-}
-// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
-__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
-  uint4 v;
-  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
-}
-__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Starts a copy of 16 bytes from global memory, cached in L2 only.
-__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-}  // namespace ptx
-
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -315,231 +300,6 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
   return d;
 }
-
-// ---- partials/units --------------------------------------------------------
-// A unit is 16 neighbouring elements, which one thread normalises and quantizes. 32 units are a turn of a warp.
-constexpr int kUnit = 16, kTurn = kUnit * kWarp;
-
-using Unit = uint32[kUnit / 2];  // pairs
-
-// A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies write them in order, neighbouring lanes to
-// neighbouring vectors; a thread then reads the two vectors of its unit. Their offsets avoid bank conflicts in both
-// accesses: the two vectors of a unit are at addresses p and p ^ 16, and vector i + 32 is half a turn after vector i.
-constexpr int kTurnBytes = kTurn * 2;
-__device__ __forceinline__ uint32 vector_offset(uint32 i) { return (i ^ (i >> 3 & 1)) * 16; }
-
-__device__ __forceinline__ void load_unit(Unit& u, uint32 p) {
-  const uint4 lo = ptx::ld_shared(p), hi = ptx::ld_shared(p ^ 16);
-  u[0] = lo.x, u[1] = lo.y, u[2] = lo.z, u[3] = lo.w, u[4] = hi.x, u[5] = hi.y, u[6] = hi.z, u[7] = hi.w;
-}
-__device__ __forceinline__ void store_unit(uint32 p, const Unit& u) {
-  ptx::st_shared(p, {u[0], u[1], u[2], u[3]}), ptx::st_shared(p ^ 16, {u[4], u[5], u[6], u[7]});
-}
-
-namespace ptx {
-// Volatile, so that the compiler keeps the load after griddep_wait; coherent, because the thread may write the unit
-// later.
-__device__ __forceinline__ void ld_unit(Unit& u, const void* p) {
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(u[0]), "=r"(u[1]), "=r"(u[2]), "=r"(u[3]) : "l"(p));
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4 + 16];"
-               : "=r"(u[4]), "=r"(u[5]), "=r"(u[6]), "=r"(u[7]) : "l"(p));
-}
-__device__ __forceinline__ void st_16(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
-}
-__device__ __forceinline__ void st_8(void* p, uint2 v) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y));
-}
-__device__ __forceinline__ void st_1(void* p, uint8 v) {
-  asm volatile("st.global.b8 [%0], %1;" ::"l"(p), "r"(uint32(v)));
-}
-}  // namespace ptx
-
-__device__ __forceinline__ void write_unit(void* p, const Unit& u) {
-  ptx::st_16(p, {u[0], u[1], u[2], u[3]}), ptx::st_16(static_cast<uint8*>(p) + 16, {u[4], u[5], u[6], u[7]});
-}
-
-template <typename T> __device__ __forceinline__ void widen(float (&to)[kUnit], const Unit& x) {
-#pragma unroll
-  for (int i = 0; i < kUnit / 2; ++i) to[2 * i] = low<T>(x[i]), to[2 * i + 1] = high<T>(x[i]);
-}
-// round(x + y), the sums in float32.
-template <typename T> __device__ __forceinline__ void add(Unit& x, const Unit& y) {
-#pragma unroll
-  for (int i = 0; i < kUnit / 2; ++i) x[i] = to_pair<T>(low<T>(x[i]) + low<T>(y[i]), high<T>(x[i]) + high<T>(y[i]));
-}
-// The even and the odd elements are two chains of fused multiply-adds.
-__device__ __forceinline__ float sum_of_squares(const float (&x)[kUnit]) {
-  float even = 0.0f, odd = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kUnit; i += 2) even = fmaf(x[i], x[i], even), odd = fmaf(x[i + 1], x[i + 1], odd);
-  return even + odd;
-}
-// Sets `to` to round((x * s) * w).
-template <typename T>
-__device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit]) {
-#pragma unroll
-  for (int i = 0; i < kUnit / 2; ++i) to[i] = to_pair<T>(x[2 * i] * s * w[2 * i], x[2 * i + 1] * s * w[2 * i + 1]);
-}
-
-// The weights of a thread's unit in shared memory, which the thread loads for every row: as 16-bit floats (kPacked), or
-// widened to float once. place() is the offset of a lane's weights in those of a turn, p is their address.
-template <typename T, bool kPacked> struct Weights {
-  static constexpr int kBytes = kPacked ? kTurnBytes : 2 * kTurnBytes;  // of a turn
-  static __device__ __forceinline__ uint32 place(uint32 lane) { return kPacked ? vector_offset(2 * lane) : lane * 16; }
-  static __device__ __forceinline__ void store(uint32 p, const Unit& u) {
-    if constexpr (kPacked) {
-      store_unit(p, u);
-    } else {
-      float w[kUnit];
-      widen<T>(w, u);
-#pragma unroll
-      for (int i = 0; i < kUnit; i += 4)
-        ptx::st_shared(p + i / 4 * (kWarp * 16), {__float_as_uint(w[i]), __float_as_uint(w[i + 1]),
-                                                  __float_as_uint(w[i + 2]), __float_as_uint(w[i + 3])});
-    }
-  }
-  static __device__ __forceinline__ void load(float (&w)[kUnit], uint32 p) {
-    if constexpr (kPacked) {
-      const uint4 lo = ptx::ld_shared_constant(p), hi = ptx::ld_shared_constant(p ^ 16);
-      const Unit  u  = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-      widen<T>(w, u);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kUnit; i += 4) {
-        const uint4 v = ptx::ld_shared_constant(p + i / 4 * (kWarp * 16));
-        w[i] = __uint_as_float(v.x), w[i + 1] = __uint_as_float(v.y);
-        w[i + 2] = __uint_as_float(v.z), w[i + 3] = __uint_as_float(v.w);
-      }
-    }
-  }
-};
-
-// ---- partials/cluster_address ----------------------------------------------
-namespace ptx {
-// The address that `p` has in the CTA `rank` of the cluster.
-__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
-  uint32 a;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
-  return a;
-}
-// Stores at such an address.
-__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
-  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/cluster ------------------------------------------------------
-// CTAs of one cluster: they run at the same time and write into each other's shared memory.
-namespace ptx {
-__device__ __forceinline__ uint32 cluster_rank() {
-  uint32 r;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-__device__ __forceinline__ uint32 cluster_ctas() {
-  uint32 n;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
-  return n;
-}
-__device__ __forceinline__ uint32 cluster_id() {
-  uint32 i;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
-  return i;
-}
-__device__ __forceinline__ uint32 clusters() {
-  uint32 n;
-  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
-  return n;
-}
-// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
-// after it.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
-__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/row_sum ------------------------------------------------------
-// The sum of a row of units, with the same bits for any number of threads that share the row. Unit j belongs to lane
-// j % 32 and turn j / 32. A lane adds its turns as a binary tree, neighbours first, then the lanes are added in the
-// same way. A thread may hold 2^n consecutive turns, or all of them, and a CTA 2^n warps with consecutive turns: the
-// bits of the sum do not depend on n.
-constexpr int kMaxCtas = 8;  // of a cluster
-
-template <int N> __device__ __forceinline__ float tree_sum(const float (&x)[N]) {
-  if constexpr (N == 1) {
-    return x[0];
-  } else {
-    float pairs[(N + 1) / 2];
-#pragma unroll
-    for (int i = 0; i < N; i += 2) pairs[i / 2] = i + 1 < N ? x[i] + x[i + 1] : x[i];
-    return tree_sum(pairs);
-  }
-}
-
-// Partial sums of a row, one for each lane: of up to kWarps warps of this CTA, and of the CTAs of its cluster. Rows use
-// two sets of them in turn, so that one barrier for each row is enough.
-template <int kWarps, bool kClustered> struct RowSum {
-  float warps[2][kWarps][kWarp];
-  float ctas[2][kClustered ? kMaxCtas : 1][kWarp];
-
-  // mine: the sum of a lane's turns. All threads of a row call this; `lanes` lanes of a warp share the row.
-  __device__ __forceinline__ float operator()(float mine, uint32 use, uint32 lanes) {
-    const uint32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    if constexpr (kWarps > 1) {
-      warps[use][warp][lane] = mine;
-      __syncthreads();
-      float sums[kWarps];
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sums[w] = w * kWarp < blockDim.x ? warps[use][w][lane] : 0.0f;
-      mine = tree_sum(sums);
-    }
-    if constexpr (kClustered) {
-      const uint32 count = ptx::cluster_ctas();
-      const float* place = &ctas[use][ptx::cluster_rank()][lane];
-      for (uint32 c = warp; c < count; c += kWarps) ptx::st_cluster(place, c, mine);
-      ptx::cluster_sync();
-      float sums[kMaxCtas];
-#pragma unroll
-      for (int c = 0; c < kMaxCtas; ++c) sums[c] = c < count ? ctas[use][c][lane] : 0.0f;
-      mine = tree_sum(sums);
-    }
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2)
-      if (distance < lanes) mine += __shfl_xor_sync(~0u, mine, distance);
-    return mine;
-  }
-};
-
-// ---- partials/reciprocal ---------------------------------------------------
-// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
-// its remainder (Markstein).
-__device__ __forceinline__ float reciprocal_inside(float v) {
-  const float seed = ptx::rcp_approx(v);
-  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
-}
-
-// ---- partials/rstd ---------------------------------------------------------
-// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
-// reciprocal are approximations corrected by their remainders (Markstein).
-struct Rstd {
-  float h, reciprocal, eps;
-  __device__ __forceinline__ float operator()(float sum) const {
-    float quotient = sum * reciprocal;
-    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
-    const float v = quotient + eps;
-    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
-    const float seed = ptx::rsqrt_approx(v), near = v * seed;
-    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
-  }
-};
 
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
@@ -792,25 +552,16 @@ using Weight  = float;  // of an expert
 constexpr Method kMethod  = Method::kSoftmax;
 constexpr int    kPerLane = 4;  // experts of a lane
 constexpr int    kTokens  = 1;    // that are multiplied at a time
-constexpr int    kRows    = 1;      // of the weight, of a CTA
+constexpr int    kRows    = 4;      // of the weight, of a CTA
 constexpr int    kVectors = 1;   // of a row, of a thread
-constexpr bool   kNormed  = false;
-constexpr int    kTurns   = 1;  // of a row that is normalised, of a warp
 constexpr int    kThreads = 256;
-constexpr int    kChoices = 4;   // tokens of a CTA that chooses
 
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kRowWarps = kWarps >= kTokens ? kWarps / kTokens : 1;  // that normalise a row
-constexpr int kVector = 8;  // columns: 16 bytes of x
-constexpr int kSums  = kTokens * kRows;
+constexpr int kWarps   = kThreads / kWarp;
+constexpr int kChoices = 4;  // tokens of a CTA that chooses
+constexpr int kVector  = 8;  // columns: 16 bytes of x
+constexpr int kSums    = kTokens * kRows;
 
 // ---- product ---------------------------------------------------------------
-namespace ptx {
-__device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-}  // namespace ptx
-
 // kVector neighbouring elements of a row.
 template <typename T> struct Vector {
   static constexpr int kWords = kVector * sizeof(T) / 4;
@@ -822,10 +573,6 @@ template <typename T> struct Vector {
       const uint4 v = ptx::ld<uint4>(reinterpret_cast<const uint32*>(p) + i);
       words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
     }
-  }
-  __device__ __forceinline__ void load_shared(uint32 p) {
-    const uint4 v = ptx::ld_shared(p);
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
   }
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (sizeof(T) == 4) return __uint_as_float(words[i]);
@@ -863,13 +610,45 @@ __device__ __forceinline__ uint32 to_word(float logit) {
 }
 __device__ __forceinline__ float of_word(uint32 word) { return __uint_as_float(~word); }
 
+// ---- choice ----------------------------------------------------------------
+// What slot `lane` of a token gets, by its words: the warp waits until all are there, and clears them.
+__device__ __forceinline__ Chosen choose(uint32* words, const float (&bias)[kPerLane], const Rules& rules, int lane,
+                                         uint64* room) {
+  uint32 word[kPerLane];
+  bool   all;
+#pragma unroll 1
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int expert = i * kWarp + lane;
+      word[i] = expert < rules.experts ? ptx::ld_relaxed_4(words + expert) : kAll;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) all &= word[i] != 0;
+  } while (!__all_sync(kAll, all));
+  float logits[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    logits[i] = of_word(word[i]);
+    if (i * kWarp + lane < rules.experts) ptx::st_relaxed(words + i * kWarp + lane, 0);
+  }
+  return Choice<kMethod, kPerLane>::of(logits, bias, rules, lane, room);
+}
+// The weight of the expert that all tokens have, by its word.
+__device__ __forceinline__ float gate(uint32* word) {
+  uint32 v;
+  do v = ptx::ld_relaxed_4(word);
+  while (v == 0);
+  ptx::st_relaxed(word, 0);
+  return sigmoid(of_word(v));
+}
+
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     const In* __restrict__ x,             // [tokens, hidden]
     const Operand* __restrict__ weight,   // [experts, hidden]
     const void* __restrict__ logit_bias,  // [experts] of logit_bias_type; null: none
-    const In* __restrict__ norm_weight,   // [hidden]; null: x is not normalised
-    In* __restrict__ normed,              // [tokens, hidden]; null like norm_weight
     Logit* __restrict__ logits,           // [tokens, experts]; null: nobody wants them
     uint32* __restrict__ words,           // [tokens, experts], zero between launches
     int64 x_stride,                       // elements
@@ -877,8 +656,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     int64 logit_bias_type,                // as bias_type
     int64 logits_stride,                  // elements
     int64 shared,                         // 0 or 1: whether the last row of the weight is that of an expert which all tokens have
-    float eps,
-    float norm_bias,
     const void* __restrict__ bias,        // [experts] of bias_type; null: none
     int32* __restrict__ out_ids,          // [tokens, top_k]
     Weight* __restrict__ out_weights,     // [tokens, top_k]
@@ -890,123 +667,45 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     int64 groups,                         // 1: none
     int64 topk_groups,
     float scale) {
-  const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  __shared__ alignas(16) uint64 room[kChoices][kWarp];
+  __shared__ float sums[2][kWarps][kSums];  // of warps: those of the next tokens follow while these are added up
+  const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp, cta = blockIdx.x;
   const int columns  = int(experts + shared), slots = int(top_k + shared);  // of logits, and of what is chosen
-  const int products = int(ceil_div(columns, kRows)), cta = blockIdx.x;
+  const int products = int(ceil_div(columns, kRows));
   if constexpr (kHasPdl) ptx::griddep_launch();
 
-  __shared__ alignas(16) uint64 room[kChoices][kWarp];
   if (cta >= products) {
     const int64 token = (cta - products) * kChoices + warp;
     if (warp >= kChoices || token >= tokens) return;
-    float scores[kPerLane], added[kPerLane] = {};
+    float added[kPerLane] = {};
     if (kMethod == Method::kSigmoid && bias != nullptr) load_bias(added, bias, Bias(bias_type), lane, int(experts));
     if constexpr (kHasPdl) ptx::griddep_wait();
-    uint32* const own = words + token * columns + lane;
-    uint32 word[kPerLane];
-    bool   all;
-#pragma unroll 1
-    do {
-      all = true;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        word[i] = i * kWarp + lane < experts ? ptx::ld_relaxed_4(own + i * kWarp) : kAll;
-      }
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) all &= word[i] != 0;
-    } while (!__all_sync(kAll, all));
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      scores[i] = of_word(word[i]);
-      if (i * kWarp + lane < experts) ptx::st_relaxed(own + i * kWarp, 0);
-    }
+    uint32* const own = words + token * columns;
     const Rules rules = {int(experts), int(top_k), int(groups), int(topk_groups), renormalize != 0, scale};
-    Chosen chosen = Choice<kMethod, kPerLane>::of(scores, added, rules, lane, room[warp]);
+    Chosen chosen = choose(own, added, rules, lane, room[warp]);
     if (lane >= slots) return;
-    if (lane == top_k) {  // the expert that all tokens have
-      uint32 gate;
-      do gate = ptx::ld_relaxed_4(words + token * columns + experts);
-      while (gate == 0);
-      ptx::st_relaxed(words + token * columns + experts, 0);
-      chosen = {int32(experts), sigmoid(of_word(gate)) * scale};
-    }
+    if (lane == top_k) chosen = {int32(experts), gate(own + experts) * scale};
     out_ids[token * slots + lane] = chosen.id;
     store(out_weights + token * slots + lane, chosen.weight);
     return;
   }
 
-  extern __shared__ __align__(16) uint8 dynamic[];  // where they are normalised: rows of x
-  __shared__ float sums[2][kWarps][kSums];  // of a warp: those of the next tokens follow while these are added up
   const int first_row = cta * kRows, vectors = int(hidden) / kVector;
-  Vector<Operand> operand[kRows][kVectors];
+  Vector<Operand> operand[kRows][kVectors] = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const Operand* const row = weight + int64(min(first_row + r, columns - 1)) * hidden;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      operand[r][i] = {};
-      if (i * kThreads + thread < vectors) operand[r][i].load(row + (i * kThreads + thread) * kVector);
+      const int vector = i * kThreads + thread;
+      if (vector < vectors) operand[r][i].load(row + vector * kVector);
     }
   }
-  const int  row    = first_row + thread % kRows;  // of the logit that the thread completes
+  const int  row    = first_row + thread % kRows;  // of the logits that the thread completes
   const bool is_one = thread < kSums && row < columns;
-  float shift = 0.0f;
-  if (is_one && logit_bias != nullptr) {
-    float one[1];
-    load_bias(one, logit_bias, Bias(logit_bias_type), row, columns);
-    shift = one[0];
-  }
-  Unit norm[kTurns] = {};
-  if constexpr (kNormed) {
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      const int unit = warp % kRowWarps * (kTurns * kWarp) + lane + i * kWarp;
-      if (unit < hidden / kUnit) ptx::ld_unit(norm[i], norm_weight + unit * kUnit);
-    }
-  }
+  float shift[1] = {};
+  if (is_one && logit_bias != nullptr) load_bias(shift, logit_bias, Bias(logit_bias_type), row, columns);
   if constexpr (kHasPdl) ptx::griddep_wait();
-
-  if constexpr (kNormed) {
-    __shared__ float squares[kWarps][kWarp];
-    const int token = warp / kRowWarps, first = warp % kRowWarps * (kTurns * kWarp) + lane;
-    const int units = token < tokens ? int(hidden) / kUnit : 0;
-    Unit own[kTurns] = {};
-    float parts[kTurns];
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      const int unit = first + i * kWarp;
-      if (unit < units) ptx::ld_unit(own[i], x + token * x_stride + unit * kUnit);
-    }
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      float f[kUnit];
-      widen<In>(f, own[i]);
-      parts[i] = sum_of_squares(f);
-    }
-    squares[warp][lane] = tree_sum(parts);
-    __syncthreads();
-    float of_warps[kRowWarps];
-#pragma unroll
-    for (int w = 0; w < kRowWarps; ++w) of_warps[w] = squares[token * kRowWarps + w][lane];
-    const Rstd  rstd_of{float(uint32(hidden)), 1.0f / float(uint32(hidden)), eps};
-    const float rstd = rstd_of(sum_of_warp(tree_sum(of_warps)));
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      const int unit = first + i * kWarp;
-      if (unit >= units) continue;
-      float f[kUnit], by[kUnit];
-      widen<In>(f, own[i]), widen<In>(by, norm[i]);
-#pragma unroll
-      for (int e = 0; e < kUnit; ++e) f[e] = f[e] * rstd * (by[e] + norm_bias);
-      Unit to;
-#pragma unroll
-      for (int e = 0; e < kUnit / 2; ++e) to[e] = to_pair<In>(f[2 * e], f[2 * e + 1]);
-      const uint32 at = ptx::shared_address(dynamic) + (token * int(hidden) + unit * kUnit) * sizeof(In);
-      ptx::st_shared(at, {to[0], to[1], to[2], to[3]}), ptx::st_shared(at + 16, {to[4], to[5], to[6], to[7]});
-      if (token % products == cta) write_unit(normed + token * hidden + unit * kUnit, to);
-    }
-    __syncthreads();
-  }
 
   int set = 0;
 #pragma unroll 1
@@ -1014,16 +713,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     float v[kSums] = {};
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const int       token = min(first + t, int(tokens) - 1);
-      const In* const from  = x + token * x_stride;
+      const int token = min(first + t, int(tokens) - 1);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         Vector<In> vector = {};
         const int at = (i * kThreads + thread) * kVector;
-        if (i * kThreads + thread < vectors) {
-          if constexpr (kNormed) vector.load_shared(ptx::shared_address(dynamic) + (token * int(hidden) + at) * sizeof(In));
-          else vector.load(from + at);
-        }
+        if (at < hidden) vector.load(x + token * x_stride + at);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -1039,7 +734,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     float logit = sums[set][0][thread];
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) logit += sums[set][w][thread];
-    logit = rounded(logit + shift);
+    logit = rounded(logit + shift[0]);
     ptx::st_relaxed(words + token * columns + row, to_word(logit));
     if (logits != nullptr) store(logits + token * logits_stride + row, logit);
   }
