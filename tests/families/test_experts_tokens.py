@@ -219,7 +219,7 @@ def test_which_calls_are_one_launch() -> None:
 
     def problem(tokens: int, experts: int, hidden: int) -> RouterProblem:
         return RouterProblem(
-            DType.BF16, DType.BF16, DType.F32, DType.F32, Method.SOFTMAX, tokens, experts, hidden, False, False
+            DType.BF16, DType.BF16, DType.F32, DType.F32, Method.SOFTMAX, tokens, experts, hidden, False
         )
 
     for experts, hidden in ((1, 8), (60, 2048), (128, 2880), (384, 7168), (512, 8192), (1024, 4096), (1024, 8192)):
