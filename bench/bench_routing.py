@@ -1,6 +1,8 @@
 """route_experts for the routers of models, beside the same by torch's operations; both in CUDA graphs, and on the host.
+route_tokens, which multiplies too, beside cuBLAS and route_experts: alone, and behind a norm and before experts.
 
-Run on a GPU: ``python -m bench.bench_routing [--out DIR]``. Warm: the logits are in L2, where a router leaves them.
+Run on a GPU: ``python -m bench.bench_routing [--only routing] [--out DIR]``. Warm: the logits are in L2, where a router
+leaves them. Weights of routers are cold.
 """
 
 from __future__ import annotations
@@ -14,30 +16,35 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.experts_layers import Layer, make_layer
 from bench.harness import write_results
 from bench.stamp import stamp
-from jitfp4 import route_experts
+from jitfp4 import fp4_experts, rmsnorm, route_experts, route_tokens
+from jitfp4.formats import NVFP4
 from jitfp4.tuning import Call, time_us
 
-TOKENS = (1, 64, 2048)
+TOKENS, FEW_TOKENS = (1, 64, 2048), (1, 2, 4, 8, 16)
+INTER = 256  # of the experts behind a router
 HOST_CALLS, HOST_ROUNDS = 500, 5
 
 
 class Router(NamedTuple):
     name: str
     experts: int
+    hidden: int
     top_k: int
     dtype: torch.dtype
     options: dict[str, Any]
 
 
 ROUTERS = (
-    Router("gpt-oss", 128, 4, torch.bfloat16, {"method": "softmax", "renormalize": True}),
-    Router("qwen3", 128, 8, torch.bfloat16, {"method": "softmax", "renormalize": True}),
-    Router("qwen3-next", 512, 10, torch.bfloat16, {"method": "softmax", "renormalize": True}),
+    Router("gpt-oss", 128, 2880, 4, torch.bfloat16, {"method": "softmax", "renormalize": True}),
+    Router("qwen3", 128, 2048, 8, torch.bfloat16, {"method": "softmax", "renormalize": True}),
+    Router("qwen3-next", 512, 2048, 10, torch.bfloat16, {"method": "softmax", "renormalize": True}),
     Router(
         "deepseek-v3",
         256,
+        7168,
         8,
         torch.float32,
         {"method": "sigmoid", "renormalize": True, "groups": 8, "topk_groups": 4, "scale": 2.5},
@@ -104,11 +111,62 @@ def measure(router: Router, tokens: int) -> dict[str, object]:
     return row
 
 
+def measure_tokens(router: Router, tokens: int) -> dict[str, object]:
+    """A row: from activations to experts, by one launch and by two; microseconds of that, and of a norm, that, and a
+    small layer of experts.
+    """
+    bias = torch.randn(router.experts, device="cuda") / 4 if "groups" in router.options else None
+    options = router.options if bias is None else router.options | {"bias": bias}
+    shift = torch.randn(router.experts, device="cuda").bfloat16() if router.name == "gpt-oss" else None
+    x = torch.randn(tokens, router.hidden, device="cuda").bfloat16()
+    scale = torch.ones(router.hidden, device="cuda").bfloat16()
+    layer = make_layer(
+        Layer(router.name, router.experts, router.top_k, router.hidden, INTER, NVFP4, "swiglu", False, {})
+    )
+    moved = 2 * router.hidden * (router.experts + tokens)
+
+    def make(way: str, chain: bool) -> Call:
+        weight = torch.randn(router.experts, router.hidden, device="cuda").bfloat16()
+        ids = torch.empty(tokens, router.top_k, dtype=torch.int32, device="cuda")
+        weights = torch.empty(tokens, router.top_k, device="cuda")
+        into = {"out_ids": ids, "out_weights": weights}
+
+        def chosen(x: torch.Tensor) -> object:
+            if way == "route_tokens":
+                return route_tokens(x, weight, router.top_k, logit_bias=shift, **options, **into)
+            if router.dtype is torch.float32:
+                logits = torch.mm(x, weight.T, out_dtype=torch.float32)
+            else:
+                logits = torch.nn.functional.linear(x, weight, shift)
+            return route_experts(logits, router.top_k, **options, **into)
+
+        def call() -> object:
+            if not chain:
+                return chosen(x)
+            normed = rmsnorm(x, scale)
+            chosen(normed)
+            return fp4_experts(normed, layer, ids, weights)
+
+        return call
+
+    row: dict[str, object] = {"router": router.name, "tokens": tokens}
+    for chain, name in ((False, "alone"), (True, "chain")):
+        for way in ("route_tokens", "cublas"):
+            us = time_us(lambda way=way, chain=chain: make(way, chain), moved)  # type: ignore[misc]
+            row[f"{name}_{way}_us"] = round(us, 2)
+    print(*row.values(), flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("routing", "route_tokens"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    out = parser.parse_args().out
-    write_results(out / "routing", [measure(router, tokens) for router in ROUTERS for tokens in TOKENS], stamp())
+    arguments = parser.parse_args()
+    for name, measured, counts in (("routing", measure, TOKENS), ("route_tokens", measure_tokens, FEW_TOKENS)):
+        if arguments.only in (None, name):
+            rows = [measured(router, tokens) for router in ROUTERS for tokens in counts]
+            write_results(arguments.out / name, rows, stamp())
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ def make_copies(layer: Layer) -> Copies:
     return Copies([experts for experts, _ in found], [data for _, data in found])
 
 
+def make_layer(layer: Layer) -> Fp4Experts:
+    """One copy of a layer."""
+    return _make(layer)[0]
+
+
 def _make(layer: Layer) -> tuple[Fp4Experts, torch.Tensor]:
     shapes = [
         (layer.experts, ceil_div(n, TILE_ROWS), ceil_div(k, TILE_COLS), tile_bytes(layer.format))

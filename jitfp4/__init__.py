@@ -65,6 +65,7 @@ _HOMES = {
         "fused_topk_deepseek",
         "prepare_fp4_experts",
         "route_experts",
+        "route_tokens",
     ),
     "jitfp4.families.gdn": (
         "chunk_gated_delta_rule",

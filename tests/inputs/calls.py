@@ -108,9 +108,10 @@ _UPDATED = {
 
 _WRITTEN = (
     *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
-    *("lse", "output_k", "output_v", "out_ids", "out_weights", "topk_indices", "topk_values"),
+    *("lse", "output_k", "output_v", "logits", "out_ids", "out_weights"),
+    *("topk_indices", "topk_values"),
 )
-_ONLY_READ = {("mm_bf16_fp4", "residual")}
+_ONLY_READ = {("mm_bf16_fp4", "residual"), ("route_experts", "logits")}
 
 
 def verdict(bad: Bad) -> str:

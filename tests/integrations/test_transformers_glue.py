@@ -102,7 +102,7 @@ def test_a_token_takes_few_launches(
     fused(prompts(1, 8), past_key_values=cache)
     calls.clear()
     fused(prompts(1, 1), past_key_values=cache)
-    experts = {"experts_topk": 2, "experts_up": 2, "experts_down": 2} if kind in WITH_EXPERTS else {}
+    experts = {"experts_router": 2, "experts_up": 2, "experts_down": 2} if kind in WITH_EXPERTS else {}
     found = {name: count for name, count in calls.items() if name not in ("mm_bf16_fp4", "experts_route")}
     assert found == {"rmsnorm": 5, "rope_append": 2, "attention": 2, **experts}
 

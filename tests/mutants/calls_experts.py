@@ -10,12 +10,15 @@ from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
+from jitfp4.families.experts.kernels.router import RouterTactic
 from jitfp4.families.experts.kernels.stream import StreamTactic
 from jitfp4.families.experts.kernels.wide import WideTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
+from jitfp4.families.experts.router_operation import EXPERTS_ROUTER
 from jitfp4.families.experts.tables import forced_item_rows
 from tests.families.test_experts_route import EXPERTS, assert_routed, make_ids
+from tests.families.test_experts_tokens import assert_tokens, make
 from tests.mutants.calls import few_sms
 from tests.support.experts import assert_layer, make_layer, make_routing, make_x
 from tests.support.routing import ROUTERS, make_logits
@@ -25,6 +28,13 @@ def topk() -> None:
     router = ROUTERS["uneven groups"]
     logits, bias = make_logits(router, 3)
     jitfp4.route_experts(logits, router.top_k, **router.options(bias))
+
+
+def router() -> None:
+    """More tokens than a tile and than warps; experts and columns that are not whole."""
+    router = ROUTERS["uneven groups"]
+    with EXPERTS_ROUTER.forced(RouterTactic(4, 128)):
+        assert_tokens(router, *make(router, 11, 1048), "cpu")
 
 
 def route(ctas: int) -> None:

@@ -6,11 +6,13 @@ import torch
 
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
+from jitfp4.families.experts.kernels.router import RouterTactic
 from jitfp4.families.experts.kernels.stream import StreamTactic
 from jitfp4.families.experts.kernels.topk import TopkTactic
 from jitfp4.families.experts.kernels.wide import WideTactic
 from tests.families import test_experts_route as route
 from tests.families import test_experts_router as router
+from tests.families import test_experts_tokens as tokens
 from tests.mutants.calls_experts import few, layer
 from tests.mutants.calls_experts import route as many_ids
 from tests.mutants.runs import Check, Subject, on
@@ -47,6 +49,15 @@ CHECKS_EXPERTS: dict[str, Subject] = {
                 on(lambda device, t=t: router.test_any_number_of_tokens(device, 33, t))
                 for t in (TopkTactic(1), TopkTactic(4), TopkTactic(8))
             ),
+        ),
+    ),
+    "experts, router": Subject(
+        "experts_router",
+        (
+            on(lambda device: tokens.test_any_number_of_tokens(device, 17, RouterTactic(4, 128))),
+            on(tokens.test_nan_infinity_and_zero),
+            on(lambda device: tokens.test_dtypes_of_weight_and_bias(device, torch.float32, torch.bfloat16)),
+            on(tokens.test_rows_apart_and_given_outputs),
         ),
     ),
     "experts, list": Subject("experts_route", (on(_assignments),)),

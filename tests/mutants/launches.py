@@ -199,6 +199,7 @@ KERNELS: dict[str, Launch] = {
     ),
     "mm_fp8, cluster": Launch("gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(128, cluster=2), 130, 264, 416), HOPPER),
     "experts, topk": Launch("experts_topk", experts.topk),
+    "experts, router": Launch("experts_router", experts.router),
     "experts, list": Launch("experts_route", lambda: experts.route(1)),
     "experts, list in a cluster": Launch("experts_route", lambda: experts.route(2)),
     "experts, narrow up": Launch(

@@ -28,6 +28,7 @@ CONSTANT = {
     "experts_few_down": (1, 2, 3, 4, 5, 6),
     "experts_narrow_down": (1, 2, 3, 4, 5, 6, 7, 8),
     "experts_narrow_up": (1, 2, 3),
+    "experts_router": (1, 2, 10),
     "experts_stream_down": (1, 2, 3, 4, 5, 6),
     "experts_stream_up": (1, 2, 3),
     "experts_wide_down": (1, 2, 3, 4, 5),

@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_mm_fp4 --part search": ({"LAYERS": ((8192, 8192),)}, {"mm_fp4_search"}),
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
-    "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
+    "bench_routing": ({"HOST_CALLS": 1}, {"routing", "route_tokens"}),
     "bench_quantize": ({}, {f"quantize_{part}" for part in ("grid", "others", "variants", "better", "peers")}),
     "bench_step --model 8b --step separate fused persistent": (
         {"READ_BYTES": 1 << 24, "CELLS": ((1, 64), (64, 64))},

@@ -63,6 +63,8 @@ _SPILLED = {
     # Of a batch: 128 sums of a thread, and addresses that are parameters of a single product.
     ("sm_80", "format=nvfp4,out_dtype=", "tile_m=64,tile_n=128,warp_m=64,warp_n=32"): 18,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
+    # A router of many columns: up to three registers.
+    ("experts/router", "tokens=8,vectors=2,rows=4,threads=512"): 6,
     # A decode step: values of the loop over layers around attention, once for a layer.
     ("step/decode",): 21,
 }

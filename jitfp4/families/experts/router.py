@@ -159,22 +159,8 @@ def _route(
     if logits.dim() != 2 or not 0 < logits.shape[1] <= MOST_EXPERTS:
         raise ArgumentError("logits", f"shape {tuple(logits.shape)}", f"[tokens, 1 to {MOST_EXPERTS} experts]")
     tokens, experts = logits.shape
-    if (logits.stride(1) != 1 and experts > 1) or (logits.stride(0) < experts and tokens > 1):
-        raise ArgumentError("logits", f"strides {logits.stride()}", "rows that do not overlap, of adjacent elements")
-    if method not in tuple(Method):
-        raise ArgumentError("method", repr(method), " or ".join(repr(str(one)) for one in Method))
-    _check_choice(experts, top_k, groups, topk_groups)
-    if method == Method.SOFTMAX:
-        if bias is not None:
-            raise ArgumentError("bias", "a tensor", "None for softmax")
-        if groups != 1:
-            raise ArgumentError("groups", groups, "1 for softmax")
-    if bias is not None:
-        check_dtype("bias", bias, tuple(FLOATS))
-        check_same_device("bias", bias, logits)
-        if tuple(bias.shape) != (experts,):
-            raise ArgumentError("bias", f"shape {tuple(bias.shape)}", f"[{experts}]")
-        check_contiguous("bias", bias)
+    check_rows(logits)
+    check_rules(experts, top_k, method, bias, groups, topk_groups, logits)
     ids = output("out_ids", out_ids, (tokens, top_k), (torch.int32,), like=logits)
     weights = output("out_weights", out_weights, (tokens, top_k), (torch.float32, logits.dtype), like=logits)
     EXPERTS_TOPK(
@@ -194,7 +180,25 @@ def _route(
     return ids, weights
 
 
-def _check_choice(experts: int, top_k: int, groups: int, topk_groups: int) -> None:
+def check_rows(logits: torch.Tensor) -> None:
+    """Check the strides of logits [tokens, experts]."""
+    tokens, experts = logits.shape
+    if (logits.stride(1) != 1 and experts > 1) or (logits.stride(0) < experts and tokens > 1):
+        raise ArgumentError("logits", f"strides {logits.stride()}", "rows that do not overlap, of adjacent elements")
+
+
+def check_rules(
+    experts: int,
+    top_k: int,
+    method: str,
+    bias: torch.Tensor | None,
+    groups: int,
+    topk_groups: int,
+    like: torch.Tensor,
+) -> None:
+    """Check what the choice among ``experts`` goes by."""
+    if method not in tuple(Method):
+        raise ArgumentError("method", repr(method), " or ".join(repr(str(one)) for one in Method))
     if not 0 < groups <= MOST_TAKEN or experts % groups or (groups > 1 and experts < 2 * groups):
         raise ArgumentError("groups", groups, f"1, or up to {MOST_TAKEN} groups of {experts} experts, two or more each")
     if not 0 < topk_groups <= groups:
@@ -202,3 +206,18 @@ def _check_choice(experts: int, top_k: int, groups: int, topk_groups: int) -> No
     most = min(MOST_TAKEN, experts // groups * topk_groups)
     if not 0 < top_k <= most:
         raise ArgumentError("top_k", top_k, f"1 to {most}")
+    if method == Method.SOFTMAX:
+        if bias is not None:
+            raise ArgumentError("bias", "a tensor", "None for softmax")
+        if groups != 1:
+            raise ArgumentError("groups", groups, "1 for softmax")
+    if bias is not None:
+        check_bias("bias", bias, experts, like)
+
+
+def check_bias(name: str, bias: torch.Tensor, experts: int, like: torch.Tensor) -> None:
+    check_dtype(name, bias, tuple(FLOATS))
+    check_same_device(name, bias, like)
+    if tuple(bias.shape) != (experts,):
+        raise ArgumentError(name, f"shape {tuple(bias.shape)}", f"[{experts}]")
+    check_contiguous(name, bias)

@@ -10,6 +10,7 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.dtypes import FLOATS, HALVES
 from jitfp4.families.experts.kernels.topk import TOPK, TopkTactic
+from jitfp4.families.experts.router_problem import RouterArguments
 from jitfp4.families.experts.topk_problem import Method, TopkArguments, TopkProblem
 from jitfp4.formats import DType
 from jitfp4.operation import Operation
@@ -32,9 +33,9 @@ def _problems(_arch: Arch) -> Iterator[TopkProblem]:
         yield TopkProblem(logits, logits, Method.SIGMOID, 64, 256)
 
 
-def _reference(arguments: TopkArguments) -> None:
-    a = arguments
-    logits, softmax = a.logits.float(), a.method == Method.SOFTMAX
+def choose_by(logits: torch.Tensor, arguments: TopkArguments | RouterArguments) -> None:
+    """Fill ids and weights by logits [tokens, experts] float32."""
+    a, softmax = arguments, arguments.method == Method.SOFTMAX
     scores = logits if softmax else torch.sigmoid(logits)
     ids = reference.choose(scores, a.out_ids.shape[1], a.bias, a.groups, a.topk_groups)
     weights = reference.weights_of(logits, ids, softmax=softmax, renormalize=a.renormalize, scale=a.scale)
@@ -49,7 +50,7 @@ EXPERTS_TOPK = Operation(
     problem=_problem,
     problems=_problems,
     tables=(TABLE,),
-    reference=_reference,
+    reference=lambda arguments: choose_by(arguments.logits.float(), arguments),
     output="out_ids",
     exclusive=("out_ids", "out_weights"),
     growing=("tokens",),

@@ -7,13 +7,17 @@ the kernels where they fit, and its parent's where they do not.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from jitfp4.dtypes import HALVES
-from jitfp4.families.experts import route_experts
+from jitfp4.families.experts import route_experts, route_tokens
+from jitfp4.families.experts.kernels.router import most_tokens
+from jitfp4.families.experts.router_operation import EXPERTS_ROUTER
+from jitfp4.families.experts.router_problem import RouterProblem
 from jitfp4.families.experts.topk_operation import EXPERTS_TOPK
 from jitfp4.families.experts.topk_problem import Method, TopkProblem
 from jitfp4.families.kv import rope_append_paged_kv_cache
@@ -53,7 +57,7 @@ def fuse_glue(model: nn.Module) -> int:
             continue
         if kind is _Router and module not in routers:
             continue
-        if kind is _Norm:  # read from a file, it may begin anywhere
+        if kind in (_Norm, _Router):  # read from a file, it may begin anywhere
             module.weight = nn.Parameter(aligned(module.weight.data), requires_grad=False)
         own: Any = type(module)
         module.__class__ = derived(kind, own)
@@ -61,25 +65,23 @@ def fuse_glue(model: nn.Module) -> int:
     return count
 
 
-def needed(module: nn.Module, config: Any, dtype: torch.dtype, max_tokens: int) -> tuple[Any, Any, str, int] | None:
-    """What load_growing() needs for up to ``max_tokens`` tokens of a module that fuse_glue() changed; else None.
+def needed(module: nn.Module, config: Any, dtype: torch.dtype, max_tokens: int) -> Iterator[tuple[Any, Any, str, int]]:
+    """What load_growing() needs for up to ``max_tokens`` tokens of a module that fuse_glue() changed.
 
     ``config`` is that of the model's decoder.
     """
     kind, heads = HALVES[dtype], config.num_attention_heads
     if isinstance(module, _Norm):
-        return RMSNORM, NormProblem(kind, False, False, 1, module.weight.shape[0]), "m", heads * max_tokens
-    if isinstance(module, _Router):
-        return (
-            EXPERTS_TOPK,
-            TopkProblem(kind, DType.F32, Method.SOFTMAX, 1, module.weight.shape[0]),
-            "tokens",
-            max_tokens,
-        )
-    if isinstance(module, _Attention):
-        problem = RopeProblem(kind, CacheType.NVFP4, module.head_dim, 1)
-        return ROPE_APPEND, problem, "rows", (heads + 2 * config.num_key_value_heads) * max_tokens
-    return None
+        yield RMSNORM, NormProblem(kind, False, False, 1, module.weight.shape[0]), "m", heads * max_tokens
+    elif isinstance(module, _Router):
+        experts, hidden = module.weight.shape
+        yield EXPERTS_TOPK, TopkProblem(kind, DType.F32, Method.SOFTMAX, 1, experts), "tokens", max_tokens
+        if few := min(most_tokens(experts, hidden), max_tokens):
+            problem = RouterProblem(kind, kind, kind, DType.F32, Method.SOFTMAX, 1, experts, hidden, False)
+            yield EXPERTS_ROUTER, problem, "tokens", few
+    elif isinstance(module, _Attention):
+        rope = RopeProblem(kind, CacheType.NVFP4, module.head_dim, 1)
+        yield ROPE_APPEND, rope, "rows", (heads + 2 * config.num_key_value_heads) * max_tokens
 
 
 @functools.cache
@@ -107,7 +109,7 @@ class _Norm(nn.Module):
 
 
 class _Router(nn.Module):
-    """Top-k of the softmax of a linear layer: one kernel behind its product. Weights are float32, ids int32."""
+    """Top-k of the softmax of a linear layer, for few tokens in one launch. Weights are float32, ids int32."""
 
     weight: torch.Tensor
     top_k: int
@@ -117,11 +119,15 @@ class _Router(nn.Module):
         return True
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        bias = getattr(self, "bias", None)
-        logits = nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight, bias)
+        x, bias = hidden_states.reshape(-1, hidden_states.shape[-1]), getattr(self, "bias", None)
         # the softmax of the top-k logits is the top-k of the softmax, renormalised
-        renormalize = bool(getattr(self, "norm_topk_prob", True))
-        ids, weights = route_experts(logits, self.top_k, method="softmax", renormalize=renormalize)
+        rules: dict[str, Any] = {"method": "softmax", "renormalize": bool(getattr(self, "norm_topk_prob", True))}
+        if x.dtype in HALVES and x.dtype == self.weight.dtype:
+            logits = x.new_empty(len(x), len(self.weight))
+            ids, weights = route_tokens(regular(x), self.weight, self.top_k, logit_bias=bias, logits=logits, **rules)
+        else:
+            logits = nn.functional.linear(x, self.weight, bias)
+            ids, weights = route_experts(logits, self.top_k, **rules)
         return logits, weights, ids
 
 

@@ -48,7 +48,7 @@ def load_kernels(model: Any, *, requests: int, max_cache_len: int, max_tokens: i
             if module.in_fp8:
                 least = least_tokens(module.shape.experts, slots)
                 load_fp8_experts(module.experts, dtype, slots, least, max_tokens)
-        elif (glue := needed(module, config, dtype, max_tokens)) is not None:
+        for glue in needed(module, config, dtype, max_tokens):
             load_growing(*glue, like=next(module.parameters()))
         for hybrid in needed_by_delta_nets(module, dtype, config.num_attention_heads, requests, max_tokens):
             load_growing(*hybrid, like=next(module.parameters()))

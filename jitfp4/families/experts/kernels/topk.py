@@ -7,13 +7,13 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import FLOATS
+from jitfp4.families.experts.router_problem import RouterArguments
 from jitfp4.families.experts.topk_problem import Method, TopkArguments, TopkProblem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
-from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import F32, I64, WARP, Geometry, KernelSpec, Ptr
 
-WARP = 32
 _PER_LANE = (2, 4, 8, 12, 16, 32)
 
 
@@ -35,10 +35,18 @@ class TopkSpec(KernelSpec):
     warps: int
 
 
+def most_of_lane(experts: int) -> int:
+    """How many experts the kernel has room for in a lane."""
+    return next(size for size in _PER_LANE if experts <= WARP * size)
+
+
 def _specialise(problem: TopkProblem, tactic: TopkTactic) -> TopkSpec:
-    per_lane = next(size for size in _PER_LANE if problem.experts <= WARP * size)
     return TopkSpec(
-        logits=problem.logits, weights=problem.weights, method=problem.method, per_lane=per_lane, warps=tactic.warps
+        logits=problem.logits,
+        weights=problem.weights,
+        method=problem.method,
+        per_lane=most_of_lane(problem.experts),
+        warps=tactic.warps,
     )
 
 
@@ -51,18 +59,33 @@ def _geometry(problem: TopkProblem, tactic: TopkTactic, _arch: Arch) -> Geometry
     return Geometry(grid=(ceil_div(problem.tokens, tactic.warps), 1, 1), block=(WARP * tactic.warps, 1, 1))
 
 
-def _bind(arguments: TopkArguments, _plan: Plan) -> dict[str, Any]:
-    logits, bias = arguments.logits, arguments.bias
+CHOICE = (
+    Ptr("bias", "const void", "[experts] of bias_type; null: none"),
+    Ptr("out_ids", "int32", "[tokens, top_k]"),
+    Ptr("out_weights", "Weight", "[tokens, top_k]"),
+    I64("bias_type", "0 float, 1 bf16, 2 f16"),
+    I64("tokens"),
+    I64("experts"),
+    I64("top_k"),
+    I64("renormalize", "0 or 1"),
+    I64("groups", "1: none"),
+    I64("topk_groups"),
+    F32("scale"),
+)
+"""The parameters of a choice, behind those of the logits."""
+
+
+def bind_choice(arguments: TopkArguments | RouterArguments, experts: int) -> dict[str, Any]:
+    """The values of CHOICE."""
+    bias, ids = arguments.bias, arguments.out_ids
     return {
-        "logits": logits,
         "bias": bias,
-        "out_ids": arguments.out_ids,
+        "out_ids": ids,
         "out_weights": arguments.out_weights,
         "bias_type": 0 if bias is None else list(FLOATS).index(bias.dtype),
-        "logits_stride": logits.stride(0),
-        "tokens": logits.shape[0],
-        "experts": logits.shape[1],
-        "top_k": arguments.out_ids.shape[1],
+        "tokens": ids.shape[0],
+        "experts": experts,
+        "top_k": ids.shape[1],
         "renormalize": int(arguments.renormalize),
         "groups": arguments.groups,
         "topk_groups": arguments.topk_groups,
@@ -70,23 +93,18 @@ def _bind(arguments: TopkArguments, _plan: Plan) -> dict[str, Any]:
     }
 
 
+def _bind(arguments: TopkArguments, _plan: Plan) -> dict[str, Any]:
+    logits = arguments.logits
+    return {"logits": logits, "logits_stride": logits.stride(0), **bind_choice(arguments, logits.shape[1])}
+
+
 TOPK = Kernel(
     name="experts/topk",
     spec=TopkSpec,
     params=(
         Ptr("logits", "const Logit", "[tokens, experts]"),
-        Ptr("bias", "const void", "[experts] of bias_type; null: none"),
-        Ptr("out_ids", "int32", "[tokens, top_k]"),
-        Ptr("out_weights", "Weight", "[tokens, top_k]"),
-        I64("bias_type", "0 float, 1 bf16, 2 f16"),
         I64("logits_stride", "elements"),
-        I64("tokens"),
-        I64("experts"),
-        I64("top_k"),
-        I64("renormalize", "0 or 1"),
-        I64("groups", "1: none"),
-        I64("topk_groups"),
-        F32("scale"),
+        *CHOICE,
     ),
     tactics=(TopkTactic(1), TopkTactic(4), TopkTactic(8)),
     rejects=_rejects,

@@ -1,9 +1,7 @@
 // experts_topk, generated from templates/experts/topk.cu.j2
 // spec: {"logits":"f32","method":"softmax","per_lane":2,"warps":4,"weights":"f32"}
 //
-// The experts of each token and their weights, from the logits of a router. A warp takes a token: lane l has the
-// experts l, l + 32, ... It takes the best top_k times, and lane s keeps what was taken for slot s. Experts and groups
-// are compared by integer keys, so that the best of a warp is one reduction; of equal keys the lower number is taken.
+// The experts of each token and their weights, from the logits of a router. A warp takes a token.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -280,15 +278,22 @@ __device__ __forceinline__ void group_sum(float (&x)[N]) {
   }
 }
 
-// ---- spec ------------------------------------------------------------------
-using Logit  = float;
-using Weight = float;
+// ---- experts/choice --------------------------------------------------------
+// The experts of a token by its logits, chosen by a warp: lane l has the experts l, l + 32, ... It takes the best top_k
+// times, and lane s keeps what was taken for slot s. Experts and groups are compared by integer keys, so that the best
+// of a warp is one reduction; of equal keys the lower number is taken.
 enum class Method { kSoftmax, kSigmoid };
-constexpr Method kMethod  = Method::kSoftmax;
-constexpr int    kPerLane = 2;  // experts of a lane
-constexpr int    kWarps   = 4;
 
-// ---- kernel ----------------------------------------------------------------
+struct Rules {
+  int   experts, top_k, groups, topk_groups;
+  bool  renormalize;
+  float scale;
+};
+struct Chosen {
+  int32 id;
+  float weight;
+};
+
 constexpr uint32 kAll  = ~0u;
 constexpr int32  kNone = 0x7FFFFFFF;
 
@@ -296,23 +301,24 @@ template <typename T> __device__ __forceinline__ float load(const T* p) {
   if constexpr (sizeof(T) == 4) return ptx::ld_f32(p);
   else return low<T>(ptx::ld<uint16>(p));
 }
+template <typename T> __device__ __forceinline__ void store(T* p, float v) {
+  if constexpr (sizeof(T) == 4) *p = v;
+  else p->bits = uint16(to_pair<T>(v, 0.0f));
+}
 // A lane's elements of a row of `experts`; behind its end the last again.
-template <typename T>
-__device__ __forceinline__ void load_row(float (&v)[kPerLane], const T* row, int lane, int experts) {
+template <int N, typename T>
+__device__ __forceinline__ void load_row(float (&v)[N], const T* row, int lane, int experts) {
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) v[i] = load(row + min(i * kWarp + lane, experts - 1));
+  for (int i = 0; i < N; ++i) v[i] = load(row + min(i * kWarp + lane, experts - 1));
 }
 enum class Bias : int { kF32, kBf16, kF16 };
-__device__ __forceinline__ void load_bias(float (&v)[kPerLane], const void* bias, Bias type, int lane, int experts) {
+template <int N>
+__device__ __forceinline__ void load_bias(float (&v)[N], const void* bias, Bias type, int lane, int experts) {
   switch (type) {
     case Bias::kF32: return load_row(v, static_cast<const float*>(bias), lane, experts);
     case Bias::kBf16: return load_row(v, static_cast<const bf16*>(bias), lane, experts);
     default: return load_row(v, static_cast<const f16*>(bias), lane, experts);
   }
-}
-template <typename T> __device__ __forceinline__ void store(T* p, float v) {
-  if constexpr (sizeof(T) == 4) *p = v;
-  else p->bits = uint16(to_pair<T>(v, 0.0f));
 }
 
 // Unsigned integers in the order of floats: NaN is above all numbers, and -0 is 0. 0 is no float's: it stands for an
@@ -324,97 +330,200 @@ __device__ __forceinline__ uint32 key_of(float v) {
 __device__ __forceinline__ float of_key(uint32 key) { return __uint_as_float(key >> 31 ? key ^ 1u << 31 : ~key); }
 
 __device__ __forceinline__ float exp_of(float v) { return ptx::ex2_approx(v * 0x1.715476p+0f); }
-__device__ __forceinline__ float score_of(float logit) {
-  return kMethod == Method::kSoftmax ? logit : ptx::rcp_approx(1.0f + exp_of(-logit));
-}
+__device__ __forceinline__ float sigmoid(float v) { return ptx::rcp_approx(1.0f + exp_of(-v)); }
 __device__ __forceinline__ float sum_of_warp(float v) {
   float sum[1] = {v};
   group_sum<kWarp>(sum);
   return sum[0];
 }
 
-// The key of a group: its two best experts count together. Each lane has the keys of its own two best.
-__device__ __forceinline__ uint32 key_of_group(uint32 first, uint32 second, int lane) {
-  const uint32 best  = __reduce_max_sync(kAll, first);
-  const bool   leads = lane == __ffs(__ballot_sync(kAll, first == best)) - 1;
-  const uint32 next  = __reduce_max_sync(kAll, leads ? second : first);
-  return key_of(of_key(best) + of_key(next));
-}
-
-// Keeps the keys of the experts in the `kept` best groups of `size` neighbouring experts. There are up to 32 groups:
-// lane g has the key of group g.
-__device__ __forceinline__ void keep_groups(uint32 (&keys)[kPerLane], int lane, int groups, int size, int kept) {
-  const auto is_in = [&](int i, int group) { return uint32(i * kWarp + lane - group * size) < uint32(size); };
-  uint32 own = 0, is_kept = 0;
-  if (size == kWarp) {  // a group has one expert of each lane: all are reduced together
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const uint32 key = key_of_group(keys[i], 0, lane);
-      if (lane == i && i < groups) own = key;
-    }
-  } else {
-    for (int group = 0; group < groups; ++group) {
-      uint32 first = 0, second = 0;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const uint32 key = is_in(i, group) ? keys[i] : 0;
-        second = max(second, min(first, key));
-        first  = max(first, key);
-      }
-      const uint32 key = key_of_group(first, second, lane);
-      if (lane == group) own = key;
-    }
-  }
-  for (int n = 0; n < kept; ++n) {
-    const uint32 best  = __reduce_max_sync(kAll, own);
-    const int    group = __ffs(__ballot_sync(kAll, own == best)) - 1;
-    if (lane == group) own = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) is_kept |= uint32(is_in(i, group)) << i;
-  }
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) keys[i] = is_kept >> i & 1 ? keys[i] : 0;
-}
-
-// The sum over all experts of exp(logit - best), from keys of logits.
-__device__ __forceinline__ float sum_of_exps(const uint32 (&keys)[kPerLane]) {
-  uint32 best = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) best = max(best, keys[i]);
-  best = __reduce_max_sync(kAll, best);
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) sum += keys[i] == 0 ? 0.0f : exp_of(of_key(keys[i]) - of_key(best));
-  return sum_of_warp(sum);
-}
-
 struct Taken {
   uint32 key;
   int32  id;
 };
-
-// Takes the best expert from the lanes' keys, where it leaves 0.
-__device__ __forceinline__ Taken take(uint32 (&keys)[kPerLane], int lane) {
-  uint32 best = keys[0];
-  int32  id   = lane;
+// Of equal keys, the first.
+template <int N> __device__ __forceinline__ Taken best_of(const Taken (&of)[N]) {
+  if constexpr (N == 1) {
+    return of[0];
+  } else {
+    Taken better[(N + 1) / 2];
 #pragma unroll
-  for (int i = 1; i < kPerLane; ++i)
-    if (keys[i] > best) best = keys[i], id = i * kWarp + lane;
-  const uint32 key = __reduce_max_sync(kAll, best);
-  id = __reduce_min_sync(kAll, best == key ? id : kNone);
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i)
-    if (i * kWarp + lane == id) keys[i] = 0;
-  return {key, id};
+    for (int i = 0; i < N; i += 2) better[i / 2] = i + 1 < N && of[i + 1].key > of[i].key ? of[i + 1] : of[i];
+    return best_of(better);
+  }
 }
 
+template <Method kMethod, int kPerLane> class Choice {
+ public:
+  // By a lane's logits; `bias` is added to their scores. Returns what slot `lane` gets.
+  __device__ __forceinline__ static Chosen of(const float (&logits)[kPerLane], const float (&bias)[kPerLane],
+                                              const Rules& rules, int lane, uint64* room) {
+    uint32 keys[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      keys[i] = i * kWarp + lane < rules.experts ? key_of(score_of(logits[i]) + bias[i]) : 0;
+    if (rules.groups > 1) keep_groups(keys, lane, rules);
+
+    const float all = kMethod == Method::kSoftmax && !rules.renormalize ? sum_of_exps(keys) : 1.0f;
+    Taken own = {};
+    if (!(rules.top_k >= kSifted && sift(own, keys, rules.top_k, lane, room))) {
+      for (int slot = 0; slot < rules.top_k; ++slot) {
+        const Taken taken = take(keys, lane);
+        if (lane == slot) own = taken;
+      }
+    }
+    const bool has = lane < rules.top_k;
+    float weight = 0.0f;
+    if constexpr (kMethod == Method::kSoftmax) {
+      const float best = of_key(__shfl_sync(kAll, own.key, 0));
+      weight = has ? exp_of(of_key(own.key) - best) : 0.0f;
+      weight /= rules.renormalize ? sum_of_warp(weight) : all;
+    } else {
+      float logit = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const float of_lane = __shfl_sync(kAll, logits[i], own.id % kWarp);
+        if (own.id / kWarp == i) logit = of_lane;
+      }
+      weight = has ? score_of(logit) : 0.0f;
+      if (rules.renormalize) weight /= sum_of_warp(weight) + 1e-20f;
+    }
+    return {own.id, weight * rules.scale};
+  }
+
+ private:
+  static constexpr int kSifted = 6;  // experts from which on they are not taken one by one: H200, 128 to 512 experts
+
+  __device__ __forceinline__ static float score_of(float logit) {
+    return kMethod == Method::kSoftmax ? logit : sigmoid(logit);
+  }
+
+  // The key of a group: its two best experts count together. Each lane has the keys of its own two best.
+  __device__ __forceinline__ static uint32 key_of_group(uint32 first, uint32 second, int lane) {
+    const uint32 best  = __reduce_max_sync(kAll, first);
+    const bool   leads = lane == __ffs(__ballot_sync(kAll, first == best)) - 1;
+    const uint32 next  = __reduce_max_sync(kAll, leads ? second : first);
+    return key_of(of_key(best) + of_key(next));
+  }
+
+  // Keeps the keys of the experts in the best groups of neighbouring experts. There are up to 32 groups: lane g has the
+  // key of group g.
+  __device__ __forceinline__ static void keep_groups(uint32 (&keys)[kPerLane], int lane, const Rules& rules) {
+    const int size = rules.experts / rules.groups;
+    uint32 own = 0;
+    if (size == kWarp) {  // a group has one expert of each lane: all are reduced together
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const uint32 key = key_of_group(keys[i], 0, lane);
+        if (lane == i && i < rules.groups) own = key;
+      }
+    } else {
+      for (int group = 0; group < rules.groups; ++group) {
+        uint32 first = 0, second = 0;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          const uint32 key = uint32(i * kWarp + lane - group * size) < uint32(size) ? keys[i] : 0;
+          second = max(second, min(first, key));
+          first  = max(first, key);
+        }
+        const uint32 key = key_of_group(first, second, lane);
+        if (lane == group) own = key;
+      }
+    }
+    int better = 0;
+    for (int group = 0; group < rules.groups; ++group) {
+      const uint32 other = __shfl_sync(kAll, own, group);
+      better += other > own || (other == own && group < lane);
+    }
+    const uint32 kept = __ballot_sync(kAll, lane < rules.groups && better < rules.topk_groups);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int group = size == kWarp ? i : min((i * kWarp + lane) / size, kWarp - 1);
+      keys[i] = kept >> group & 1 ? keys[i] : 0;
+    }
+  }
+
+  // The sum over all experts of exp(logit - best), from keys of logits.
+  __device__ __forceinline__ static float sum_of_exps(const uint32 (&keys)[kPerLane]) {
+    uint32 best = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) best = max(best, keys[i]);
+    best = __reduce_max_sync(kAll, best);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) sum += keys[i] == 0 ? 0.0f : exp_of(of_key(keys[i]) - of_key(best));
+    return sum_of_warp(sum);
+  }
+
+  // The best of a warp all at once. As many lanes as experts are to be taken have a best that is not below `bound`, so
+  // only keys that are not can be taken: these few are ranked against each other. Returns false where they are many.
+  __device__ __forceinline__ static bool sift(Taken& own, const uint32 (&keys)[kPerLane], int top_k, int lane,
+                                              uint64* room) {
+    uint32* const bests = reinterpret_cast<uint32*>(room);
+    uint32 best = keys[0];
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) best = max(best, keys[i]);
+    bests[lane] = best;
+    __syncwarp();
+    int above = 0;
+#pragma unroll
+    for (int i = 0; i < kWarp; ++i) above += bests[i] > best;
+    const uint32 bound = __reduce_min_sync(kAll, above < top_k ? best : kAll);
+    __syncwarp();
+    room[lane] = 0;
+    __syncwarp();
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const bool   is_one = keys[i] >= bound;
+      const uint32 ones   = __ballot_sync(kAll, is_one);
+      const int    place  = count + __popc(ones & ((1u << lane) - 1));
+      if (is_one && place < kWarp) room[place] = uint64(keys[i]) << 32 | uint32(~(i * kWarp + lane));
+      count += __popc(ones);
+    }
+    if (count > kWarp) return false;
+    __syncwarp();
+    const uint64 mine = room[lane];
+    int rank = 0;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) rank += room[i] > mine;
+    __syncwarp();
+    if (lane < count) room[rank] = mine;
+    __syncwarp();
+    own = {uint32(room[lane] >> 32), int32(~uint32(room[lane]))};
+    return true;
+  }
+
+  // Takes the best expert from the lanes' keys, where it leaves 0.
+  __device__ __forceinline__ static Taken take(uint32 (&keys)[kPerLane], int lane) {
+    Taken each[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) each[i] = {keys[i], i * kWarp + lane};
+    const Taken  best = best_of(each);
+    const uint32 key  = __reduce_max_sync(kAll, best.key);
+    const int32  id   = __reduce_min_sync(kAll, best.key == key ? best.id : kNone);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (i * kWarp + lane == id) keys[i] = 0;
+    return {key, id};
+  }
+};
+
+// ---- spec ------------------------------------------------------------------
+using Logit  = float;
+using Weight = float;
+constexpr Method kMethod  = Method::kSoftmax;
+constexpr int    kPerLane = 2;  // experts of a lane
+constexpr int    kWarps   = 4;
+
+// ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
     const Logit* __restrict__ logits,  // [tokens, experts]
+    int64 logits_stride,               // elements
     const void* __restrict__ bias,     // [experts] of bias_type; null: none
     int32* __restrict__ out_ids,       // [tokens, top_k]
     Weight* __restrict__ out_weights,  // [tokens, top_k]
     int64 bias_type,                   // 0 float, 1 bf16, 2 f16
-    int64 logits_stride,               // elements
     int64 tokens,
     int64 experts,
     int64 top_k,
@@ -427,33 +536,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
   const int64 token = int64(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (token >= tokens) return;
 
-  const Logit* row = logits + token * logits_stride;
+  __shared__ alignas(16) uint64 room[kWarps][kWarp];
   float scores[kPerLane], added[kPerLane] = {};
-  load_row(scores, row, lane, int(experts));
-  if (bias != nullptr) load_bias(added, bias, Bias(bias_type), lane, int(experts));
-  uint32 keys[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i)
-    keys[i] = i * kWarp + lane < int(experts) ? key_of(score_of(scores[i]) + added[i]) : 0;
-  if (groups > 1) keep_groups(keys, lane, int(groups), int(experts) / int(groups), int(topk_groups));
-
-  const float all = kMethod == Method::kSoftmax && !renormalize ? sum_of_exps(keys) : 1.0f;
-  Taken own = {};
-  for (int slot = 0; slot < int(top_k); ++slot) {
-    const Taken taken = take(keys, lane);
-    if (lane == slot) own = taken;
-  }
-  const bool has = lane < int(top_k);
-  float weight = 0.0f;
-  if constexpr (kMethod == Method::kSoftmax) {
-    const float best = of_key(__shfl_sync(kAll, own.key, 0));
-    weight = has ? exp_of(of_key(own.key) - best) : 0.0f;
-    weight /= renormalize ? sum_of_warp(weight) : all;
-  } else {
-    weight = has ? score_of(load(row + own.id)) : 0.0f;
-    if (renormalize) weight /= sum_of_warp(weight) + 1e-20f;
-  }
-  if (!has) return;
-  out_ids[token * top_k + lane] = own.id;
-  store(out_weights + token * top_k + lane, weight * scale);
+  load_row(scores, logits + token * logits_stride, lane, int(experts));
+  if (kMethod == Method::kSigmoid && bias != nullptr) load_bias(added, bias, Bias(bias_type), lane, int(experts));
+  const Rules rules = {int(experts), int(top_k), int(groups), int(topk_groups), renormalize != 0, scale};
+  const Chosen chosen = Choice<kMethod, kPerLane>::of(scores, added, rules, lane, room[threadIdx.x / kWarp]);
+  if (lane >= int(top_k)) return;
+  out_ids[token * top_k + lane] = chosen.id;
+  store(out_weights + token * top_k + lane, chosen.weight);
 }
