@@ -101,6 +101,8 @@ _HOMES = {
         "rmsnorm_fp8quant",
         "rmsnorm_gated",
         "rmsnorm_gated_fp4quant",
+        "rmsnorm_linear",
+        "rmsnorm_route_experts",
         "rows_fp8quant",
     ),
     "jitfp4.families.quantize": (

@@ -21,7 +21,8 @@ TABLE = Table((Row(TopkTactic(4)),), measured=None)
 
 def _problem(arguments: TopkArguments) -> TopkProblem:
     logits, weights = arguments.logits, arguments.out_weights
-    return TopkProblem(FLOATS[logits.dtype], FLOATS[weights.dtype], Method(arguments.method), *logits.shape)
+    tokens, experts = logits.shape[0], logits.shape[1] - arguments.shared
+    return TopkProblem(FLOATS[logits.dtype], FLOATS[weights.dtype], Method(arguments.method), tokens, experts)
 
 
 def _problems(_arch: Arch) -> Iterator[TopkProblem]:
@@ -35,9 +36,13 @@ def _problems(_arch: Arch) -> Iterator[TopkProblem]:
 def _reference(arguments: TopkArguments) -> None:
     a = arguments
     logits, softmax = a.logits.float(), a.method == Method.SOFTMAX
-    scores = logits if softmax else torch.sigmoid(logits)
-    ids = reference.choose(scores, a.out_ids.shape[1], a.bias, a.groups, a.topk_groups)
-    weights = reference.weights_of(logits, ids, softmax=softmax, renormalize=a.renormalize, scale=a.scale)
+    if a.shared:
+        ids, weights = reference.choose_with_shared(logits, a.out_ids.shape[1] - 1, renormalize=a.renormalize)
+        weights = weights * a.scale
+    else:
+        scores = logits if softmax else torch.sigmoid(logits)
+        ids = reference.choose(scores, a.out_ids.shape[1], a.bias, a.groups, a.topk_groups)
+        weights = reference.weights_of(logits, ids, softmax=softmax, renormalize=a.renormalize, scale=a.scale)
     a.out_ids.copy_(ids)
     a.out_weights.copy_(weights)
 

@@ -51,7 +51,7 @@ def _geometry(problem: TopkProblem, tactic: TopkTactic, _arch: Arch) -> Geometry
     return Geometry(grid=(ceil_div(problem.tokens, tactic.warps), 1, 1), block=(WARP * tactic.warps, 1, 1))
 
 
-def _bind(arguments: TopkArguments, _plan: Plan) -> dict[str, Any]:
+def _bind(arguments: TopkArguments, plan: Plan) -> dict[str, Any]:
     logits, bias = arguments.logits, arguments.bias
     return {
         "logits": logits,
@@ -61,11 +61,12 @@ def _bind(arguments: TopkArguments, _plan: Plan) -> dict[str, Any]:
         "bias_type": 0 if bias is None else list(FLOATS).index(bias.dtype),
         "logits_stride": logits.stride(0),
         "tokens": logits.shape[0],
-        "experts": logits.shape[1],
-        "top_k": arguments.out_ids.shape[1],
+        "experts": plan.problem.experts,
+        "top_k": arguments.out_ids.shape[1] - arguments.shared,
         "renormalize": int(arguments.renormalize),
         "groups": arguments.groups,
         "topk_groups": arguments.topk_groups,
+        "shared": int(arguments.shared),
         "scale": arguments.scale,
     }
 
@@ -74,10 +75,10 @@ TOPK = Kernel(
     name="experts/topk",
     spec=TopkSpec,
     params=(
-        Ptr("logits", "const Logit", "[tokens, experts]"),
+        Ptr("logits", "const Logit", "[tokens, experts + shared]"),
         Ptr("bias", "const void", "[experts] of bias_type; null: none"),
-        Ptr("out_ids", "int32", "[tokens, top_k]"),
-        Ptr("out_weights", "Weight", "[tokens, top_k]"),
+        Ptr("out_ids", "int32", "[tokens, top_k + shared]"),
+        Ptr("out_weights", "Weight", "[tokens, top_k + shared]"),
         I64("bias_type", "0 float, 1 bf16, 2 f16"),
         I64("logits_stride", "elements"),
         I64("tokens"),
@@ -86,6 +87,7 @@ TOPK = Kernel(
         I64("renormalize", "0 or 1"),
         I64("groups", "1: none"),
         I64("topk_groups"),
+        I64("shared", "0 or 1: whether the last logit is that of an expert which all tokens have"),
         F32("scale"),
     ),
     tactics=(TopkTactic(1), TopkTactic(4), TopkTactic(8)),
