@@ -18,7 +18,6 @@ from jitfp4.integrations.transformers.delta_rule import DeltaNet, fuse_delta_net
 from jitfp4.integrations.transformers.glue import fuse_glue
 from jitfp4.integrations.transformers.mixtures import Block
 from jitfp4.integrations.transformers.quantizer import fuse_siblings
-from jitfp4.operation import Operation
 from tests.integrations.test_transformers_glue import calls, steps
 from tests.support.tiny_models import load, prompts, save
 
@@ -55,7 +54,7 @@ def test_the_logits_are_as_near_to_float32(padding: int, tmp_path: Path) -> None
 
 
 @torch.no_grad()
-def test_a_token_takes_few_launches(tmp_path: Path, calls: Counter[str]) -> None:  # noqa: F811
+def test_a_token_takes_few_launches(tmp_path: Path, calls: Counter[str]) -> None:
     fused, _ = make(tmp_path / "floats")
     cache = Nvfp4Cache(fused.config, 128, SCALES)
     fused(prompts(1, 8), past_key_values=cache)
