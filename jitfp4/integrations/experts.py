@@ -204,11 +204,21 @@ class ExpertsModule(nn.Module):
         fp8.check_gpu(self.experts.w13)
         self.in_fp8 = True
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """[tokens, hidden] of a 16-bit dtype, [tokens, slots], [tokens, slots] to [tokens, hidden]."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> Any:
+        """[tokens, hidden] of a 16-bit dtype, [tokens, slots], [tokens, slots] to [tokens, hidden].
+
+        ``residual`` of the same shape and dtype is added to the results.
+        """
         many = fp8.least_tokens(self.shape.experts, top_k_index.shape[1])
         dtype = hidden_states.dtype if hidden_states.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        return fp4_experts(
+        added = residual if residual is not None and residual.dtype == dtype == hidden_states.dtype else None
+        out = fp4_experts(
             hidden_states.to(dtype).contiguous(),
             self.experts,
             top_k_index.contiguous(),
@@ -217,7 +227,9 @@ class ExpertsModule(nn.Module):
             swiglu_alpha=self.shape.swiglu_alpha,
             swiglu_limit=self.shape.swiglu_limit,
             activations="fp8" if self.in_fp8 and top_k_index.shape[0] >= many else None,
+            residual=added,
         ).to(hidden_states.dtype)
+        return out if residual is None or added is not None else residual + out
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertsModule:
         """As torch's, but factors and biases keep their dtype."""

@@ -233,7 +233,9 @@ FEW = (FewTactic(1, 4, 2, 1), FewTactic(3, 2, 3, 1, split=2), FewTactic(2, 3, 2,
 @pytest.mark.compile
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("tactic", FEW, ids=str)
-@pytest.mark.parametrize(("tokens", "slots", "block_format"), [(1, 8, NVFP4), (2, 3, MXFP4)])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "block_format"), [(1, 8, NVFP4), (2, 3, MXFP4), (1, 9, NVFP4), (3, 5, MXFP4)]
+)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_all_slots_in_a_cta_without_a_race(
     tactic: FewTactic, tokens: int, slots: int, block_format: BlockFormat, arch: str
@@ -245,7 +247,8 @@ def test_all_slots_in_a_cta_without_a_race(
         out = assert_layer(layer, x, ids, weights)
         assert torch.equal(out, assert_layer(layer, x, ids, weights))
         ids[-1] = -1
-        assert not assert_layer(layer, x, ids, weights)[-1].any()
+        assert not assert_layer(layer, x, ids, weights, residual=None)[-1].any()
+        assert torch.equal(assert_layer(layer, x, ids, weights, residual=x)[-1], x[-1])
 
 
 @pytest.mark.sim

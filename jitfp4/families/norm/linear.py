@@ -100,7 +100,7 @@ def rmsnorm_linear(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    _check(input, weight, matrix, bias, eps)
+    _check(input, weight, "matrix", matrix, bias, eps)
     m, n = input.shape[0], matrix.shape[0]
     normed = output("out", out, tuple(input.shape), (input.dtype,), like=input)
     products = output("product", product, (m, n), (torch.float32, input.dtype), like=input)
@@ -164,7 +164,7 @@ def rmsnorm_route_experts(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    _check(input, weight, router, bias, eps)
+    _check(input, weight, "router", router, bias, eps)
     (m, n), slots = (input.shape[0], router.shape[0]), top_k + shared
     experts = n - shared
     if experts > MOST_EXPERTS:
@@ -200,11 +200,12 @@ def rmsnorm_route_experts(
 def _check(
     input: torch.Tensor,  # noqa: A002
     weight: torch.Tensor,
+    name: str,
     matrix: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
 ) -> None:
-    """What both functions take."""
+    """What both functions take; ``name`` is the matrix's."""
     check_rows(input, weight, eps)
     if input.dim() != 2:
         raise ArgumentError("input", f"shape {tuple(input.shape)}", "[m, h]")
@@ -212,11 +213,11 @@ def _check(
     if m > MOST_ROWS or h > MOST_HIDDEN or m * h > MOST_ELEMENTS:
         allowed = f"up to {MOST_ROWS} rows of up to {MOST_HIDDEN} elements, {MOST_ELEMENTS} together"
         raise ArgumentError("input", f"shape {tuple(input.shape)}", allowed)
-    check_dtype("matrix", matrix, (input.dtype,))
-    check_same_device("matrix", matrix, input)
+    check_dtype(name, matrix, (input.dtype,))
+    check_same_device(name, matrix, input)
     if matrix.dim() != 2 or not matrix.shape[0] or matrix.shape[1] != h:
-        raise ArgumentError("matrix", f"shape {tuple(matrix.shape)}", f"[n, {h}], as input's rows")
-    check_contiguous("matrix", matrix)
+        raise ArgumentError(name, f"shape {tuple(matrix.shape)}", f"[n, {h}], as input's rows")
+    check_contiguous(name, matrix)
     if bias is not None:
         check_dtype("bias", bias, (input.dtype,))
         check_same_device("bias", bias, input)

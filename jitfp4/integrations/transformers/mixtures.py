@@ -105,9 +105,9 @@ class Block(nn.Module):
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, ids, *others = router(rows, norm)
         normed = others[0] if others else rows
-        out = self.experts(normed, ids, weights)
+        added = None if residual is None else regular(residual.reshape(rows.shape))
+        out = self.experts(normed, ids, weights, added)
         if hasattr(self, "shared_expert") and router.with_shared is None:
             out = out + torch.sigmoid(self.shared_expert_gate(normed)) * self.shared_expert(normed)
         out = out.view(hidden_states.shape)
-        out = out if residual is None else residual + out
         return (out, weights) if hasattr(self, "router") else out  # gpt-oss's gives weights, too

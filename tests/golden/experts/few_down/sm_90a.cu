@@ -1,8 +1,8 @@
 // experts_few_down, generated from templates/experts/few_down.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"stages":3,"warp_blocks":1}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"stages":3,"tile_m":8,"warp_blocks":1}
 //
-// The product "down" of a layer of experts for up to eight assignments of tokens to experts, such as those of one
-// token: a CTA takes its rows of the weights of all of their experts, one behind the other, so that it has the results
+// The product "down" of a layer of experts for up to 16 assignments of tokens to experts, such as those of one token: a
+// CTA takes its rows of the weights of all of their experts, one behind the other, so that it has the results
 // of every slot and adds them up by itself.
 //
 // On the tensor cores the weight is the left operand. An assignment is a column of the product: the other columns of
@@ -781,6 +781,7 @@ template <typename T> __device__ __forceinline__ void store(T* to, float4 v) {
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
+constexpr int kTileM      = 8;       // assignments
 constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kGroups     = 16;       // of one warp each
 constexpr int kStages     = 3;
@@ -788,7 +789,6 @@ constexpr int kMinCtas    = 2;         // that an SM must hold at once; bounds t
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
-constexpr int kTileM   = 8;  // assignments
 constexpr int kThreads = kGroups * kWarp;
 constexpr int kRows    = kWarpBlocks * 16;
 constexpr int kQuads   = kRows / 4;
@@ -836,6 +836,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
     const uint8* __restrict__ ids,         // [tokens, slots] of id_bytes bytes
     const int32* __restrict__ expert_map,  // [ids_end]; null: the identity
     In* __restrict__ out,                  // [tokens, n]
+    const In* __restrict__ residual,       // [tokens, n], added to the sums; null: none
     int64 id_bytes,                        // 4 or 8
     int64 ids_end,                         // ids are below it, or skipped
     int64 experts,
@@ -843,8 +844,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
     int64 slots,
     int64 n,                               // rows of the weight
     int64 k,                               // columns, a multiple of 32
-    int64 out_stride                       // elements
-
+    int64 out_stride,                      // elements
+    int64 residual_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
@@ -933,7 +934,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
     ptx::copy_async_commit();
     const uint32 chunk  = x_stages + turn % 2 * Piece::kRowBytes;
     const int    column = __shfl_sync(0xFFFFFFFFu, assignment, now.expert);  // of the sums
-    const uint32 matrix[Piece::kColumns] = {(lane % 8 == column ? 0 : zeros - chunk) + lane / 8 * 16};
+    uint32 matrix[Piece::kColumns];
+#pragma unroll
+    for (int n = 0; n < Piece::kColumns; ++n) {
+      matrix[n] = (8 * n + lane % 8 == column ? 0 : zeros - chunk) + lane / 8 * 16;
+    }
     if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
     Piece::multiply(sums, ptx::shared_address(stages[stage]), chunk, matrix, lane);
     now.advance(chunks);
@@ -974,6 +979,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
       const float  w  = s.factor[column];
       sum = {fmaf(w, low<In>(lo), sum.x), fmaf(w, high<In>(lo), sum.y), fmaf(w, low<In>(hi), sum.z),
              fmaf(w, high<In>(hi), sum.w)};
+    }
+    if (residual != nullptr) {
+      uint32 r[2];
+      ld_halves<4>(residual + token * residual_stride + row + 4 * quad, r);
+      sum = add(sum, {low<In>(r[0]), high<In>(r[0]), low<In>(r[1]), high<In>(r[1])});
     }
     store(out + token * out_stride + row + 4 * quad, sum);
   }

@@ -268,6 +268,13 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/store_float --------------------------------------------------
+// Stores a float, rounded where T has 16 bits.
+template <typename T> __device__ __forceinline__ void store_float(T* p, float v) {
+  if constexpr (sizeof(T) == 4) *p = v;
+  else p->bits = uint16(to_pair<T>(v, 0.0f));
+}
+
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
 // then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
@@ -280,6 +287,76 @@ __device__ __forceinline__ void group_sum(float (&x)[N]) {
   }
 }
 
+// ---- experts/choice --------------------------------------------------------
+// A warp chooses the experts of a token: lane l has the experts l, l + 32, ... of N that a lane has. Experts are compared
+// by integer keys, so that the best of a warp is one reduction; of equal keys the lower number is taken.
+constexpr uint32 kAll  = ~0u;
+constexpr int32  kNone = 0x7FFFFFFF;
+
+// Unsigned integers in the order of floats: NaN is above all numbers, and -0 is 0. 0 is no float's: it stands for an
+// expert that cannot be taken.
+__device__ __forceinline__ uint32 key_of(float v) {
+  const uint32 bits = __float_as_uint(v + 0.0f);
+  return v != v ? kAll : bits >> 31 ? ~bits : bits | 1u << 31;
+}
+__device__ __forceinline__ float of_key(uint32 key) { return __uint_as_float(key >> 31 ? key ^ 1u << 31 : ~key); }
+
+__device__ __forceinline__ float exp_of(float v) { return ptx::ex2_approx(v * 0x1.715476p+0f); }
+__device__ __forceinline__ float sigmoid(float v) { return ptx::rcp_approx(1.0f + exp_of(-v)); }
+__device__ __forceinline__ float sum_of_warp(float v) {
+  float sum[1] = {v};
+  group_sum<kWarp>(sum);
+  return sum[0];
+}
+
+// The sum over all experts of exp(logit - best), from keys of logits.
+template <int N> __device__ __forceinline__ float sum_of_exps(const uint32 (&keys)[N]) {
+  uint32 best = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) best = max(best, keys[i]);
+  best = __reduce_max_sync(kAll, best);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += keys[i] == 0 ? 0.0f : exp_of(of_key(keys[i]) - of_key(best));
+  return sum_of_warp(sum);
+}
+
+struct Taken {
+  uint32 key;
+  int32  id;
+};
+
+// Takes the best expert from the lanes' keys, where it leaves 0.
+template <int N> __device__ __forceinline__ Taken take(uint32 (&keys)[N], int lane) {
+  uint32 best = keys[0];
+  int32  id   = lane;
+#pragma unroll
+  for (int i = 1; i < N; ++i)
+    if (keys[i] > best) best = keys[i], id = i * kWarp + lane;
+  const uint32 key = __reduce_max_sync(kAll, best);
+  id = __reduce_min_sync(kAll, best == key ? id : kNone);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i * kWarp + lane == id) keys[i] = 0;
+  return {key, id};
+}
+
+// Takes the best top_k; lane s has what was taken for slot s.
+template <int N> __device__ __forceinline__ Taken take_best(uint32 (&keys)[N], int top_k, int lane) {
+  Taken own = {};
+  for (int slot = 0; slot < top_k; ++slot) {
+    const Taken taken = take(keys, lane);
+    if (lane == slot) own = taken;
+  }
+  return own;
+}
+// The weight of the lane's slot: its softmax over the taken logits, or over all, whose sum of exps is `all`.
+__device__ __forceinline__ float softmax_weight(Taken own, bool has, bool renormalize, float all) {
+  const float best   = of_key(__shfl_sync(kAll, own.key, 0));
+  const float weight = has ? exp_of(of_key(own.key) - best) : 0.0f;
+  return weight / (renormalize ? sum_of_warp(weight) : all);
+}
+
 // ---- spec ------------------------------------------------------------------
 using Logit  = float;
 using Weight = float;
@@ -289,9 +366,6 @@ constexpr int    kPerLane = 2;  // experts of a lane
 constexpr int    kWarps   = 4;
 
 // ---- kernel ----------------------------------------------------------------
-constexpr uint32 kAll  = ~0u;
-constexpr int32  kNone = 0x7FFFFFFF;
-
 template <typename T> __device__ __forceinline__ float load(const T* p) {
   if constexpr (sizeof(T) == 4) return ptx::ld_f32(p);
   else return low<T>(ptx::ld<uint16>(p));
@@ -310,29 +384,9 @@ __device__ __forceinline__ void load_bias(float (&v)[kPerLane], const void* bias
     default: return load_row(v, static_cast<const f16*>(bias), lane, experts);
   }
 }
-template <typename T> __device__ __forceinline__ void store(T* p, float v) {
-  if constexpr (sizeof(T) == 4) *p = v;
-  else p->bits = uint16(to_pair<T>(v, 0.0f));
-}
-
-// Unsigned integers in the order of floats: NaN is above all numbers, and -0 is 0. 0 is no float's: it stands for an
-// expert that cannot be taken.
-__device__ __forceinline__ uint32 key_of(float v) {
-  const uint32 bits = __float_as_uint(v + 0.0f);
-  return v != v ? kAll : bits >> 31 ? ~bits : bits | 1u << 31;
-}
-__device__ __forceinline__ float of_key(uint32 key) { return __uint_as_float(key >> 31 ? key ^ 1u << 31 : ~key); }
-
-__device__ __forceinline__ float exp_of(float v) { return ptx::ex2_approx(v * 0x1.715476p+0f); }
 __device__ __forceinline__ float score_of(float logit) {
-  return kMethod == Method::kSoftmax ? logit : ptx::rcp_approx(1.0f + exp_of(-logit));
+  return kMethod == Method::kSoftmax ? logit : sigmoid(logit);
 }
-__device__ __forceinline__ float sum_of_warp(float v) {
-  float sum[1] = {v};
-  group_sum<kWarp>(sum);
-  return sum[0];
-}
-
 // The key of a group: its two best experts count together. Each lane has the keys of its own two best.
 __device__ __forceinline__ uint32 key_of_group(uint32 first, uint32 second, int lane) {
   const uint32 best  = __reduce_max_sync(kAll, first);
@@ -376,43 +430,11 @@ __device__ __forceinline__ void keep_groups(uint32 (&keys)[kPerLane], int lane, 
   for (int i = 0; i < kPerLane; ++i) keys[i] = is_kept >> i & 1 ? keys[i] : 0;
 }
 
-// The sum over all experts of exp(logit - best), from keys of logits.
-__device__ __forceinline__ float sum_of_exps(const uint32 (&keys)[kPerLane]) {
-  uint32 best = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) best = max(best, keys[i]);
-  best = __reduce_max_sync(kAll, best);
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) sum += keys[i] == 0 ? 0.0f : exp_of(of_key(keys[i]) - of_key(best));
-  return sum_of_warp(sum);
-}
-
-struct Taken {
-  uint32 key;
-  int32  id;
-};
-
-// Takes the best expert from the lanes' keys, where it leaves 0.
-__device__ __forceinline__ Taken take(uint32 (&keys)[kPerLane], int lane) {
-  uint32 best = keys[0];
-  int32  id   = lane;
-#pragma unroll
-  for (int i = 1; i < kPerLane; ++i)
-    if (keys[i] > best) best = keys[i], id = i * kWarp + lane;
-  const uint32 key = __reduce_max_sync(kAll, best);
-  id = __reduce_min_sync(kAll, best == key ? id : kNone);
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i)
-    if (i * kWarp + lane == id) keys[i] = 0;
-  return {key, id};
-}
-
 extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
-    const Logit* __restrict__ logits,  // [tokens, experts]
+    const Logit* __restrict__ logits,  // [tokens, experts + shared]
     const void* __restrict__ bias,     // [experts] of bias_type; null: none
-    int32* __restrict__ out_ids,       // [tokens, top_k]
-    Weight* __restrict__ out_weights,  // [tokens, top_k]
+    int32* __restrict__ out_ids,       // [tokens, top_k + shared]
+    Weight* __restrict__ out_weights,  // [tokens, top_k + shared]
     int64 bias_type,                   // 0 float, 1 bf16, 2 f16
     int64 logits_stride,               // elements
     int64 tokens,
@@ -421,6 +443,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
     int64 renormalize,                 // 0 or 1
     int64 groups,                      // 1: none
     int64 topk_groups,
+    int64 shared,                      // 0 or 1: whether the last logit is that of an expert which all tokens have
     float scale) {
   if constexpr (kHasPdl) ptx::griddep_launch(), ptx::griddep_wait();
   const int   lane  = threadIdx.x % kWarp;
@@ -438,22 +461,18 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
   if (groups > 1) keep_groups(keys, lane, int(groups), int(experts) / int(groups), int(topk_groups));
 
   const float all = kMethod == Method::kSoftmax && !renormalize ? sum_of_exps(keys) : 1.0f;
-  Taken own = {};
-  for (int slot = 0; slot < int(top_k); ++slot) {
-    const Taken taken = take(keys, lane);
-    if (lane == slot) own = taken;
-  }
+  Taken own = take_best(keys, int(top_k), lane);
   const bool has = lane < int(top_k);
   float weight = 0.0f;
   if constexpr (kMethod == Method::kSoftmax) {
-    const float best = of_key(__shfl_sync(kAll, own.key, 0));
-    weight = has ? exp_of(of_key(own.key) - best) : 0.0f;
-    weight /= renormalize ? sum_of_warp(weight) : all;
+    weight = softmax_weight(own, has, renormalize != 0, all);
   } else {
     weight = has ? score_of(load(row + own.id)) : 0.0f;
     if (renormalize) weight /= sum_of_warp(weight) + 1e-20f;
   }
-  if (!has) return;
-  out_ids[token * top_k + lane] = own.id;
-  store(out_weights + token * top_k + lane, weight * scale);
+  const int slots = int(top_k + shared);
+  if (lane >= slots) return;
+  if (!has) own.id = int32(experts), weight = sigmoid(load(row + experts));
+  out_ids[token * slots + lane] = own.id;
+  store_float(out_weights + token * slots + lane, weight * scale);
 }
