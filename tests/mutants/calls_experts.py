@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 import jitfp4
 from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.few_down import FewTactic
@@ -15,6 +17,7 @@ from jitfp4.families.experts.kernels.wide import WideTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import forced_item_rows
+from tests.families import test_norm_linear as norm_linear
 from tests.families.test_experts_route import EXPERTS, assert_routed, make_ids
 from tests.mutants.calls import few_sms
 from tests.support.experts import assert_layer, make_layer, make_routing, make_x
@@ -52,14 +55,19 @@ def layer(
         assert_layer(make_layer(experts, size, size), make_x(tokens, size), ids, weights, activations=activations)
 
 
+def behind_a_norm() -> None:
+    """Experts that are chosen, one of which all tokens have."""
+    norm_linear.check(3, 80, 33, 5, torch.bfloat16)
+
+
 def many_in_e4m3() -> None:
     """With five halves of steps."""
     layer(WideTactic(32, 16, 2, 2), tokens=40, size=544, activations="fp8")
 
 
-def few(tactic: FewTactic) -> None:
+def few(tactic: FewTactic, slots: int = 4) -> None:
     """One token, of whose slots one is skipped."""
-    ids, weights = make_routing(1, 4, 4)
+    ids, weights = make_routing(1, slots, slots)
     ids[0, 1] = -1
     with EXPERTS_DOWN.forced(tactic):
-        assert_layer(make_layer(4, 96, 288), make_x(1, 96), ids, weights)
+        assert_layer(make_layer(slots, 96, 288), make_x(1, 96), ids, weights)

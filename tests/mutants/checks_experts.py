@@ -11,7 +11,7 @@ from jitfp4.families.experts.kernels.topk import TopkTactic
 from jitfp4.families.experts.kernels.wide import WideTactic
 from tests.families import test_experts_route as route
 from tests.families import test_experts_router as router
-from tests.mutants.calls_experts import few, layer
+from tests.mutants.calls_experts import behind_a_norm, few, layer
 from tests.mutants.calls_experts import route as many_ids
 from tests.mutants.runs import Check, Subject, on
 
@@ -49,10 +49,13 @@ CHECKS_EXPERTS: dict[str, Subject] = {
             ),
         ),
     ),
+    "norm, linear": Subject("norm_linear", (on(lambda _: behind_a_norm()),)),
     "experts, list": Subject("experts_route", (on(_assignments),)),
     "experts, narrow up": Subject("experts_narrow_up", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),
     "experts, narrow down": Subject("experts_narrow_down", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),
-    "experts, few down": Subject("experts_few_down", (on(lambda _: few(FewTactic(3, 2, 2, 1))),)),
+    "experts, few down": Subject(
+        "experts_few_down", (on(lambda _: few(FewTactic(3, 2, 2, 1))), on(lambda _: few(FewTactic(1, 2, 2, 1), 9)))
+    ),
     "experts, stream up": Subject(
         "experts_stream_up", (_layer(_STREAM, 11), _layer(_STREAM, 3, listed=False), _layer(_STREAM, 7, slots=9))
     ),

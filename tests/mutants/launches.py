@@ -199,6 +199,7 @@ KERNELS: dict[str, Launch] = {
     ),
     "mm_fp8, cluster": Launch("gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(128, cluster=2), 130, 264, 416), HOPPER),
     "experts, topk": Launch("experts_topk", experts.topk),
+    "norm, linear": Launch("norm_linear", experts.behind_a_norm),
     "experts, list": Launch("experts_route", lambda: experts.route(1)),
     "experts, list in a cluster": Launch("experts_route", lambda: experts.route(2)),
     "experts, narrow up": Launch(
@@ -214,6 +215,7 @@ KERNELS: dict[str, Launch] = {
         "experts_narrow_down", lambda: experts.layer(FewRowsTactic(8, 2, 1, 2, 2, 1, split=2), tokens=4, listed=False)
     ),
     "experts, few down": Launch("experts_few_down", lambda: experts.few(FewTactic(3, 2, 2, 1))),
+    "experts, few down, nine slots": Launch("experts_few_down", lambda: experts.few(FewTactic(1, 2, 2, 1), 9)),
     "experts, few down in a cluster": Launch("experts_few_down", lambda: experts.few(FewTactic(1, 2, 2, 1, split=2))),
     "experts, stream up": Launch("experts_stream_up", lambda: experts.layer(StreamTactic(2, 2, 1), tokens=11)),
     "experts, stream down": Launch("experts_stream_down", lambda: experts.layer(StreamTactic(2, 2, 1), tokens=11)),

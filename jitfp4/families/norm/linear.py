@@ -83,8 +83,8 @@ def rmsnorm_linear(
         input: [m, h], fp16 or bf16, 16-byte aligned; up to 16 rows, h a multiple of 16 from 64 to 4096, m * h up to
             49152. Rows may lie apart, at multiples of 16 bytes.
         weight: [h] of input's dtype.
-        matrix: [n, h] of input's dtype, contiguous, 16-byte aligned. As ``weight``, it must be complete when the call
-            is made: with programmatic dependent launch the kernel reads it while its predecessor still runs.
+        matrix: [n, h] of input's dtype, contiguous, 16-byte aligned. As ``weight``, it must be complete at the call,
+            because with programmatic dependent launch the kernel reads it while its predecessor still runs.
         eps: added to the mean of squares.
         weight_bias: added to ``weight`` in float32: 0, or 1 as norms of Gemma and Qwen3-Next have it.
         bias: [n] of input's dtype, contiguous.
@@ -147,16 +147,19 @@ def rmsnorm_route_experts(
     """Normalise a few rows, multiply them by a router, and choose their experts by a softmax, in one launch.
 
     Args:
-        input, weight, eps, weight_bias, bias, out, enable_pdl: as in rmsnorm_linear().
-        router: ``matrix`` of rmsnorm_linear(): a row for each of up to 1024 experts, and where ``shared`` one more.
+        input, weight: as in rmsnorm_linear().
+        router: ``matrix`` of rmsnorm_linear(), a row for each of up to 1024 experts, and where ``shared`` one more.
         top_k: experts of a token, 1 to 31. They are in the order of their logits, the highest first.
+        eps, weight_bias: as in rmsnorm_linear().
         renormalize: divide the scores of the experts of a token by their sum.
         shared: the last row of the router is the gate of an expert that all tokens have, such as Qwen3-Next's shared
             expert: behind the ``top_k`` slots is one with the number of that row, whose weight is the sigmoid of its
             product.
-        logits: ``product`` of rmsnorm_linear().
+        bias, out: as in rmsnorm_linear().
+        logits: ``product`` of rmsnorm_linear(), float32.
         out_ids: [m, top_k or, with a shared expert, top_k + 1] int32 to fill in place, contiguous.
         out_weights: the same of float32. What is None is allocated; all four are memory of their own.
+        enable_pdl: as in rmsnorm_linear().
     Returns:
         ``(out, logits, out_ids, out_weights)``: the rows, and what fp4_experts() takes.
     Numerics:
