@@ -110,7 +110,7 @@ _WRITTEN = (
     *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
     *("lse", "output_k", "output_v", "out_ids", "out_weights", "topk_indices", "topk_values"),
 )
-_ONLY_READ = {("mm_bf16_fp4", "residual")}
+_ONLY_READ = {("mm_bf16_fp4", "residual"), ("fp4_experts", "residual")}
 
 
 def verdict(bad: Bad) -> str:

@@ -74,7 +74,14 @@ _SMALL_OF = {
     CacheFormat.F16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
 }
 
+_SMALL_WIDE = (  # of heads of more than 128 elements, in NVFP4
+    (DecodeTactic(8, 2, 1, cluster=8), {"items": 8, "tiles": 256}),
+    (DecodeTactic(8, 2, 1, cluster=2), {"items": 32, "tiles": 128}),
+    (DecodeTactic(8, 2, 1, cluster=1), {"items": 128, "tiles": 128}),
+)
+
 _ROWS: tuple[Row[Any], ...] = (
+    *rows(*_SMALL_WIDE, cache=CacheFormat.NVFP4, wide=True, listed=False),
     *(
         Row(tactic, {"cache": cache, "wide": False, "listed": False} | most_of, measured)
         for cache, (small, measured) in _SMALL_OF.items()

@@ -10,6 +10,7 @@ from jitfp4.families.norm.kernels.linear import (
     MOST_ELEMENTS,
     MOST_EXPERTS,
     MOST_HIDDEN,
+    MOST_PRODUCTS,
     MOST_ROWS,
     MOST_TAKEN,
     TABLE,
@@ -153,7 +154,7 @@ def rmsnorm_route_experts(
         eps, weight_bias: as in rmsnorm_linear().
         renormalize: divide the scores of the experts of a token by their sum.
         shared: the last row of the router is the gate of an expert that all tokens have, such as Qwen3-Next's shared
-            expert: behind the ``top_k`` slots is one with the number of that row, whose weight is the sigmoid of its
+            expert. Behind the ``top_k`` slots is one with the number of that row, whose weight is the sigmoid of its
             product.
         bias, out: as in rmsnorm_linear().
         logits: ``product`` of rmsnorm_linear(), float32.
@@ -170,8 +171,8 @@ def rmsnorm_route_experts(
     _check(input, weight, "router", router, bias, eps)
     (m, n), slots = (input.shape[0], router.shape[0]), top_k + shared
     experts = n - shared
-    if experts > MOST_EXPERTS:
-        raise ArgumentError("router", f"{experts} experts", f"at most {MOST_EXPERTS}")
+    if experts > MOST_EXPERTS or m * n > MOST_PRODUCTS:
+        raise ArgumentError("router", f"{experts} experts", f"at most {min(MOST_EXPERTS, MOST_PRODUCTS // max(1, m))}")
     if not 0 < top_k <= min(experts, MOST_TAKEN):
         raise ArgumentError("top_k", top_k, f"1 to {min(experts, MOST_TAKEN)}")
     normed = output("out", out, tuple(input.shape), (input.dtype,), like=input)

@@ -15,7 +15,7 @@ from jitfp4.dtypes import FLOATS, HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
-from jitfp4.layouts import ceil_div
+from jitfp4.layouts import ceil_div, round_up
 from jitfp4.operation import Written
 from jitfp4.selection import Row, Table
 from jitfp4.spec import F32, I64, WARP, Geometry, KernelSpec, Ptr
@@ -24,8 +24,9 @@ MOST_ROWS = 16
 MOST_ELEMENTS = 48 << 10  # of all rows, which lie in shared memory
 MOST_HIDDEN = 4096
 MOST_TAKEN = WARP - 1  # a lane has a slot, and the shared expert has one
-_TURN = 8 * WARP  # elements of a warp's vectors
-_ROWS, _LOADS, _PER_LANE = (1, 2, 4, 8, 16), (2, 4, 8, 12, 16), (0, 2, 4, 8, 16, 32)
+MOST_PRODUCTS = counters.COUNTER_BYTES // 4  # among which experts are chosen
+_BLOCK, _STEP = 16, 32  # rows and columns of the matrix that a warp loads at once
+_STEPS, _PER_LANE = (2, 4, 6, 8, 12, 16), (0, 2, 4, 8, 16, 32)  # steps are pairs
 MOST_EXPERTS = WARP * _PER_LANE[-1]
 
 
@@ -62,30 +63,33 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tactic:
-    """Warps of a CTA, each with a row of the matrix."""
+    """Warps of a CTA, which divide the columns of 16 rows of the matrix."""
 
     warps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A lane has ``loads`` vectors of 8 elements of each of up to ``rows`` rows, and ``per_lane`` experts; 0: none."""
+    """A warp takes ``steps`` steps of 32 columns, by ``eights`` eights of rows.
+
+    A lane has ``per_lane`` experts; 0: none are chosen.
+    """
 
     in_dtype: DType
     out_dtype: DType
-    loads: int
-    rows: int
+    steps: int
+    eights: int
     warps: int
     per_lane: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("rows", _ROWS), ("loads", _LOADS), ("per_lane", _PER_LANE), ("warps", (2, 4, 8, 16))):
+        for name, allowed in (("steps", _STEPS), ("eights", (1, 2)), ("per_lane", _PER_LANE), ("warps", (8, 16))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
 
 
-TACTICS = tuple(map(Tactic, (2, 4, 8, 16)))
-TABLE = Table((Row(Tactic(4), {"m": 4}), Row(Tactic(8))), measured=None)
+TACTICS = (Tactic(8), Tactic(16))
+TABLE = Table((Row(Tactic(8), {"h": 2048}), Row(Tactic(16))), measured=None)
 
 
 def problem(arguments: Arguments) -> Problem:
@@ -96,8 +100,8 @@ def problem(arguments: Arguments) -> Problem:
 
 
 def problems(_arch: Arch) -> Iterator[Problem]:
-    """Each number of rows, of models' sizes."""
-    for in_dtype, m in product(HALVES.values(), _ROWS):
+    """Both numbers of eights, of models' sizes."""
+    for in_dtype, m in product(HALVES.values(), (8, MOST_ROWS)):
         yield from (Problem(in_dtype, out_dtype, False, m, 2048, 64) for out_dtype in (in_dtype, DType.F32))
         yield from (Problem(in_dtype, DType.F32, True, m, h, n) for h, n in ((2048, 513), (2048, 128), (2880, 128)))
 
@@ -106,8 +110,8 @@ def _specialise(problem: Problem, tactic: Tactic) -> Spec:
     return Spec(
         in_dtype=problem.in_dtype,
         out_dtype=problem.out_dtype,
-        loads=next(loads for loads in _LOADS if problem.h <= _TURN * loads),
-        rows=next(rows for rows in _ROWS if problem.m <= rows),
+        steps=next(steps for steps in _STEPS if problem.h <= _STEP * tactic.warps * steps),
+        eights=ceil_div(problem.m, 8),
         warps=tactic.warps,
         per_lane=next(count for count in _PER_LANE[1:] if problem.n <= WARP * count + 1) if problem.choose else 0,
     )
@@ -116,17 +120,16 @@ def _specialise(problem: Problem, tactic: Tactic) -> Spec:
 def _rejects(problem: Problem, _tactic: Tactic, _arch: Arch) -> str | None:
     if problem.m > MOST_ROWS or problem.h > MOST_HIDDEN or problem.m * problem.h > MOST_ELEMENTS:
         return f"it has up to {MOST_ROWS} rows of up to {MOST_HIDDEN} elements, {MOST_ELEMENTS} together"
-    if problem.choose and problem.n > MOST_EXPERTS + 1:
-        return f"a warp chooses among up to {MOST_EXPERTS} experts"
+    if problem.choose and (problem.n > MOST_EXPERTS + 1 or problem.m * problem.n > MOST_PRODUCTS):
+        return f"a warp chooses among up to {MOST_EXPERTS} experts, a CTA among {MOST_PRODUCTS}"
     return None
 
 
 def _geometry(problem: Problem, tactic: Tactic, _arch: Arch) -> Geometry:
     """CTAs for all rows of the matrix."""
-    shared_bytes = 2 * problem.m * problem.h
-    return Geometry(
-        grid=(ceil_div(problem.n, tactic.warps), 1, 1), block=(WARP * tactic.warps, 1, 1), shared_bytes=shared_bytes
-    )
+    grid = (ceil_div(problem.n, _BLOCK), 1, 1)
+    pitch = round_up(2 * problem.h, 128) + 64
+    return Geometry(grid=grid, block=(WARP * tactic.warps, 1, 1), shared_bytes=problem.m * pitch)
 
 
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "product": a.product,
         "ids": a.ids,
         "weights": a.weights,
-        "counter": replay.companion(counters.of, a.product) if plan.problem.choose else None,
+        "keys": replay.companion(counters.of, a.product) if plan.problem.choose else None,
         "m": plan.problem.m,
         "h": plan.problem.h,
         "n": plan.problem.n,
@@ -165,7 +168,7 @@ KERNEL = Kernel(
         Ptr("product", "Out", "[m, n]"),
         Ptr("ids", "int32", "[m, top_k + shared]; null where none are chosen"),
         Ptr("weights", "float", "[m, top_k + shared]; null where none are chosen"),
-        Ptr("counter", "int32", "0; null where none are chosen"),
+        Ptr("keys", "uint32", "[m, n], 0; null where none are chosen"),
         I64("m"),
         I64("h"),
         I64("n"),
