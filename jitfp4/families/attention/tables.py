@@ -194,6 +194,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, page, *loads[3], rows=16)
         yield _problem(arch, page, *loads[3], head_dim=64)
         yield _problem(arch, page, *loads[3], head_dim=256)
+    for _, most_of in _SMALL_WIDE:
+        small = _problem(arch, Pages.WHOLE, most_of["tiles"], 1, interleaved=True, head_dim=256)
+        yield small._replace(units=most_of["items"] * most_of["tiles"])
     for heads in (1, 2, 4):
         yield _problem(arch, Pages.HALVES, *loads[3], packed=False, heads=heads)
     yield _problem(arch, Pages.HALVES, *loads[1], heads=1)

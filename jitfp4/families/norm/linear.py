@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.dispatch import reaches
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.kernels.linear import (
     KERNEL,
@@ -171,7 +172,7 @@ def rmsnorm_route_experts(
     _check(input, weight, "router", router, bias, eps)
     (m, n), slots = (input.shape[0], router.shape[0]), top_k + shared
     experts = n - shared
-    if experts > MOST_EXPERTS or m * n > MOST_PRODUCTS:
+    if experts > MOST_EXPERTS or reaches(m * n, MOST_PRODUCTS + 1):
         raise ArgumentError("router", f"{experts} experts", f"at most {min(MOST_EXPERTS, MOST_PRODUCTS // max(1, m))}")
     if not 0 < top_k <= min(experts, MOST_TAKEN):
         raise ArgumentError("top_k", top_k, f"1 to {min(experts, MOST_TAKEN)}")
@@ -214,7 +215,7 @@ def _check(
     if input.dim() != 2:
         raise ArgumentError("input", f"shape {tuple(input.shape)}", "[m, h]")
     m, h = input.shape
-    if m > MOST_ROWS or h > MOST_HIDDEN or m * h > MOST_ELEMENTS:
+    if reaches(m, MOST_ROWS + 1) or h > MOST_HIDDEN or reaches(m * h, MOST_ELEMENTS + 1):
         allowed = f"up to {MOST_ROWS} rows of up to {MOST_HIDDEN} elements, {MOST_ELEMENTS} together"
         raise ArgumentError("input", f"shape {tuple(input.shape)}", allowed)
     check_dtype(name, matrix, (input.dtype,))
