@@ -53,9 +53,7 @@ CHECKS_EXPERTS: dict[str, Subject] = {
     "experts, list": Subject("experts_route", (on(_assignments),)),
     "experts, narrow up": Subject("experts_narrow_up", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),
     "experts, narrow down": Subject("experts_narrow_down", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),
-    "experts, few down": Subject(
-        "experts_few_down", (on(lambda _: few(FewTactic(3, 2, 2, 1))), on(lambda _: few(FewTactic(1, 2, 2, 1), 9)))
-    ),
+    "experts, few down": Subject("experts_few_down", (on(lambda _: few(FewTactic(3, 2, 2, 1))),)),
     "experts, stream up": Subject(
         "experts_stream_up", (_layer(_STREAM, 11), _layer(_STREAM, 3, listed=False), _layer(_STREAM, 7, slots=9))
     ),

@@ -215,7 +215,6 @@ KERNELS: dict[str, Launch] = {
         "experts_narrow_down", lambda: experts.layer(FewRowsTactic(8, 2, 1, 2, 2, 1, split=2), tokens=4, listed=False)
     ),
     "experts, few down": Launch("experts_few_down", lambda: experts.few(FewTactic(3, 2, 2, 1))),
-    "experts, few down, nine slots": Launch("experts_few_down", lambda: experts.few(FewTactic(1, 2, 2, 1), 9)),
     "experts, few down in a cluster": Launch("experts_few_down", lambda: experts.few(FewTactic(1, 2, 2, 1, split=2))),
     "experts, stream up": Launch("experts_stream_up", lambda: experts.layer(StreamTactic(2, 2, 1), tokens=11)),
     "experts, stream down": Launch("experts_stream_down", lambda: experts.layer(StreamTactic(2, 2, 1), tokens=11)),

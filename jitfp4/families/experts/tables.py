@@ -94,9 +94,9 @@ _DOWN: tuple[Row[Any], ...] = (
     *rows(
         (FewTactic(1, 16, 3, 2), {"k": 1024}),
         (NarrowTactic(8, 4, 1, 3, 2, 5), {"k": 1024}),
-        (FewTactic(4, 8, 2, 2), {"assignments": 8, "tiles_per_sm": 1.0}),
-        (FewTactic(4, 16, 2, 1), {"assignments": 8, "k": 2048}),
-        (FewTactic(3, 8, 2, 2, split=4), {"assignments": 8, "tiles_per_sm": 2.0}),
+        (FewTactic(4, 8, 2, 2), {"tiles_per_sm": 1.0}),
+        (FewTactic(4, 16, 2, 1), {"k": 2048}),
+        (FewTactic(3, 8, 2, 2, split=4), {"tiles_per_sm": 2.0}),
         (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
         (_SMALL_CTAS, {"k": 2048}),
         (NarrowTactic(8, 4, 1, 4, 3, 3), {"tiles_per_sm": 3.0}),

@@ -27,7 +27,7 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.narrow import BLOCK_ROWS, ROW_BYTES, indivisible, launch, overfills, piece_bytes
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 
-ASSIGNMENTS = 16
+ASSIGNMENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class FewTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewSpec(KernelSpec):
-    """A CTA takes 16 * ``warp_blocks`` rows of the weights of all experts that are chosen, by ``tile_m`` assignments.
+    """A CTA takes 16 * ``warp_blocks`` rows of the weights of all experts that are chosen.
 
     It has ``groups`` warps, which take chunks of 128 columns in turn; each has a ring of ``stages`` pieces. ``ctas``
     CTAs fit on an SM.
@@ -51,15 +51,12 @@ class FewSpec(KernelSpec):
 
     dtype: DType
     format: BlockFormat
-    tile_m: int
     warp_blocks: int
     groups: int
     stages: int
     ctas: int
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (8, ASSIGNMENTS):
-            raise ArgumentError("tile_m", self.tile_m, f"8 or {ASSIGNMENTS}")
         for name, low, high in (("warp_blocks", 1, 5), ("groups", 1, 32), ("stages", 2, 8)):
             if not low <= getattr(self, name) <= high:
                 raise ArgumentError(name, getattr(self, name), f"{low} to {high}")
@@ -78,16 +75,15 @@ class FewSpec(KernelSpec):
         """Shared memory of a CTA: the ring of stages, later overwritten by the sums; scales, biases and results."""
         stages = self.groups * self.stages
         ring = piece_bytes(stages * self.rows, self.format) + (2 * self.groups + 1) * ROW_BYTES + 8 * stages
-        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
-        return round_up(max(ring, sums), 128) + round_up(4 * self.tile_m * (3 * self.rows + 2), 128)
+        sums = 4 * self.groups * ASSIGNMENTS * (self.rows + 4)
+        return round_up(max(ring, sums), 128) + round_up(4 * ASSIGNMENTS * (3 * self.rows + 2), 128)
 
 
 def specialise(problem: Problem, tactic: FewTactic) -> FewSpec:
     """The spec of a tactic for a problem."""
     cut = asdict(tactic)
     del cut["split"]
-    tile_m = 8 if problem.assignments <= 8 else ASSIGNMENTS
-    return FewSpec(dtype=problem.dtype, format=problem.format, tile_m=tile_m, **cut)
+    return FewSpec(dtype=problem.dtype, format=problem.format, **cut)
 
 
 def rejects(problem: Problem, tactic: FewTactic, arch: Arch) -> str | None:
