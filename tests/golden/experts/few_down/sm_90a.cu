@@ -1,8 +1,8 @@
 // experts_few_down, generated from templates/experts/few_down.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"stages":3,"tile_m":8,"warp_blocks":1}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"stages":3,"warp_blocks":1}
 //
-// The product "down" of a layer of experts for up to 16 assignments of tokens to experts, such as those of one token: a
-// CTA takes its rows of the weights of all of their experts, one behind the other, so that it has the results
+// The product "down" of a layer of experts for up to eight assignments of tokens to experts, such as those of one
+// token: a CTA takes its rows of the weights of all of their experts, one behind the other, so that it has the results
 // of every slot and adds them up by itself.
 //
 // On the tensor cores the weight is the left operand. An assignment is a column of the product: the other columns of
@@ -781,7 +781,6 @@ template <typename T> __device__ __forceinline__ void store(T* to, float4 v) {
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
-constexpr int kTileM      = 8;       // assignments
 constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kGroups     = 16;       // of one warp each
 constexpr int kStages     = 3;
@@ -789,6 +788,7 @@ constexpr int kMinCtas    = 2;         // that an SM must hold at once; bounds t
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
+constexpr int kTileM   = 8;  // assignments
 constexpr int kThreads = kGroups * kWarp;
 constexpr int kRows    = kWarpBlocks * 16;
 constexpr int kQuads   = kRows / 4;
@@ -934,11 +934,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
     ptx::copy_async_commit();
     const uint32 chunk  = x_stages + turn % 2 * Piece::kRowBytes;
     const int    column = __shfl_sync(0xFFFFFFFFu, assignment, now.expert);  // of the sums
-    uint32 matrix[Piece::kColumns];
-#pragma unroll
-    for (int n = 0; n < Piece::kColumns; ++n) {
-      matrix[n] = (8 * n + lane % 8 == column ? 0 : zeros - chunk) + lane / 8 * 16;
-    }
+    const uint32 matrix[Piece::kColumns] = {(lane % 8 == column ? 0 : zeros - chunk) + lane / 8 * 16};
     if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
     Piece::multiply(sums, ptx::shared_address(stages[stage]), chunk, matrix, lane);
     now.advance(chunks);

@@ -1,5 +1,5 @@
 // experts_narrow_down, generated from templates/experts/narrow_down.cu.j2
-// spec: {"ctas":3,"dtype":"bf16","format":"nvfp4","groups":4,"listed":false,"row_warps":1,"stages":3,"tile_m":8,"warp_blocks":4}
+// spec: {"ctas":5,"dtype":"bf16","format":"nvfp4","groups":3,"listed":false,"row_warps":1,"stages":2,"tile_m":8,"warp_blocks":4}
 //
 // A product of a layer of experts, for few rows of each: the time is that of reading the weights of those experts that
 // have rows once from memory. On the tensor cores the weight is the left operand, so that rows of activations, up to
@@ -955,9 +955,9 @@ constexpr bool kListed    = false;
 constexpr int kTileM      = 8;
 constexpr int kWarpBlocks = 4;  // of 16 rows
 constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 4;
-constexpr int kStages     = 3;
-constexpr int kMinCtas    = 3;  // that an SM must hold at once; bounds the registers
+constexpr int kGroups     = 3;
+constexpr int kStages     = 2;
+constexpr int kMinCtas    = 5;  // that an SM must hold at once; bounds the registers
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 constexpr bool kDown        = kProduct == Product::kDown;
@@ -998,7 +998,7 @@ struct Shared {
   Rows rows;
 };
 
-static_assert(sizeof(Shared) <= 72448, "the launch counts on it");
+static_assert(sizeof(Shared) <= 40704, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
 // The chunks of activations for a group, in the order of its turns: what a thread copies of them, 16 bytes of each half

@@ -309,12 +309,21 @@ __device__ __forceinline__ float sum_of_warp(float v) {
   return sum[0];
 }
 
+template <int N> __device__ __forceinline__ uint32 max_of(const uint32 (&keys)[N]) {
+  uint32 best[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) best[i] = keys[i];
+#pragma unroll
+  for (int apart = 1; apart < N; apart *= 2) {  // a tree, so that few steps follow each other
+#pragma unroll
+    for (int i = 0; i + apart < N; i += 2 * apart) best[i] = max(best[i], best[i + apart]);
+  }
+  return best[0];
+}
+
 // The sum over all experts of exp(logit - best), from keys of logits.
 template <int N> __device__ __forceinline__ float sum_of_exps(const uint32 (&keys)[N]) {
-  uint32 best = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) best = max(best, keys[i]);
-  best = __reduce_max_sync(kAll, best);
+  const uint32 best = __reduce_max_sync(kAll, max_of(keys));
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) sum += keys[i] == 0 ? 0.0f : exp_of(of_key(keys[i]) - of_key(best));
@@ -328,13 +337,11 @@ struct Taken {
 
 // Takes the best expert from the lanes' keys, where it leaves 0.
 template <int N> __device__ __forceinline__ Taken take(uint32 (&keys)[N], int lane) {
-  uint32 best = keys[0];
-  int32  id   = lane;
+  const uint32 key = __reduce_max_sync(kAll, max_of(keys));
+  uint32 places = 0;  // where this lane has the key
 #pragma unroll
-  for (int i = 1; i < N; ++i)
-    if (keys[i] > best) best = keys[i], id = i * kWarp + lane;
-  const uint32 key = __reduce_max_sync(kAll, best);
-  id = __reduce_min_sync(kAll, best == key ? id : kNone);
+  for (int i = 0; i < N; ++i) places |= uint32(keys[i] == key) << i;
+  const int32 id = __reduce_min_sync(kAll, places == 0 ? kNone : (__ffs(places) - 1) * kWarp + lane);
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (i * kWarp + lane == id) keys[i] = 0;

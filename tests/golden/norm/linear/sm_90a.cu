@@ -1,16 +1,17 @@
 // norm_linear, generated from templates/norm/linear.cu.j2
-// spec: {"in_dtype":"bf16","loads":8,"out_dtype":"bf16","per_lane":0,"rows":1,"warps":4}
+// spec: {"eights":1,"in_dtype":"bf16","out_dtype":"bf16","per_lane":0,"steps":8,"warps":8}
 //
 // A few rows are normalised, y [m, h] = x * rstd * (weight + weight_bias), and multiplied by a matrix [n, h] of 16-bit
-// floats: product [m, n] = y * matrix^T + bias. Each CTA normalises all rows by itself, a warp a row, and keeps
-// them in shared memory; one of the CTAs stores a row. Each warp has one row of the matrix, in registers: it does not
-// come from an earlier kernel, and is loaded before that has ended. Sums are float32: over a lane's elements, the even
-// and the odd ones apart, then over lanes.
+// floats: product [m, n] = y * matrix^T + bias. Each CTA normalises all rows by itself, a warp a row, and keeps them in
+// shared memory; one of the CTAs stores a row. On the tensor cores the matrix is the left operand: a CTA has kBlock of
+// its rows, whose columns are divided among the warps, 64 at a time. It does not come from an earlier kernel, and is
+// loaded into registers before that has ended. Sums are float32: over a warp's columns, then over warps in order.
 //
-// Where experts are chosen, the CTA that ends last finds them for all rows, as experts/topk does:
+// Where experts are chosen, the last CTA finds them for all rows, a warp for each, as experts/topk does. The others tell
+// it their products as keys, words of which none is 0; it waits until a word is no longer 0, and leaves it 0.
 //
-//   every CTA               store products -> barrier -> fence -> add 1 to the counter
-//   the one that ends last  -> fence -> barrier -> load the products of a row, a warp each -> store ids and weights
+//   every CTA     products -> keys
+//   the last one  polls the keys of a row -> sets them to 0 -> stores ids and weights
 //
 // The matrix may have one row more than there are experts: that of a shared expert, whose weight is the sigmoid of its
 // product and whose number is behind those of the others.
@@ -529,6 +530,64 @@ struct Rstd {
   }
 };
 
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/ld_relaxed ---------------------------------------------------
+// From L2, whatever L1 holds: what other CTAs write while the kernel runs, or wrote before it has waited for theirs.
+namespace ptx {
+__device__ __forceinline__ uint32 ld_relaxed_4(const void* p) {
+  uint32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
+  uint64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/st_relaxed ---------------------------------------------------
+namespace ptx {
+// For words that other CTAs poll.
+__device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/store_float --------------------------------------------------
+// Stores a float, rounded where T has 16 bits.
+template <typename T> __device__ __forceinline__ void store_float(T* p, float v) {
+  if constexpr (sizeof(T) == 4) *p = v;
+  else p->bits = uint16(to_pair<T>(v, 0.0f));
+}
+
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
 // then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
@@ -539,13 +598,6 @@ __device__ __forceinline__ void group_sum(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
   }
-}
-
-// ---- partials/store_float --------------------------------------------------
-// Stores a float, rounded where T has 16 bits.
-template <typename T> __device__ __forceinline__ void store_float(T* p, float v) {
-  if constexpr (sizeof(T) == 4) *p = v;
-  else p->bits = uint16(to_pair<T>(v, 0.0f));
 }
 
 // ---- experts/choice --------------------------------------------------------
@@ -570,12 +622,21 @@ __device__ __forceinline__ float sum_of_warp(float v) {
   return sum[0];
 }
 
+template <int N> __device__ __forceinline__ uint32 max_of(const uint32 (&keys)[N]) {
+  uint32 best[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) best[i] = keys[i];
+#pragma unroll
+  for (int apart = 1; apart < N; apart *= 2) {  // a tree, so that few steps follow each other
+#pragma unroll
+    for (int i = 0; i + apart < N; i += 2 * apart) best[i] = max(best[i], best[i + apart]);
+  }
+  return best[0];
+}
+
 // The sum over all experts of exp(logit - best), from keys of logits.
 template <int N> __device__ __forceinline__ float sum_of_exps(const uint32 (&keys)[N]) {
-  uint32 best = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) best = max(best, keys[i]);
-  best = __reduce_max_sync(kAll, best);
+  const uint32 best = __reduce_max_sync(kAll, max_of(keys));
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) sum += keys[i] == 0 ? 0.0f : exp_of(of_key(keys[i]) - of_key(best));
@@ -589,13 +650,11 @@ struct Taken {
 
 // Takes the best expert from the lanes' keys, where it leaves 0.
 template <int N> __device__ __forceinline__ Taken take(uint32 (&keys)[N], int lane) {
-  uint32 best = keys[0];
-  int32  id   = lane;
+  const uint32 key = __reduce_max_sync(kAll, max_of(keys));
+  uint32 places = 0;  // where this lane has the key
 #pragma unroll
-  for (int i = 1; i < N; ++i)
-    if (keys[i] > best) best = keys[i], id = i * kWarp + lane;
-  const uint32 key = __reduce_max_sync(kAll, best);
-  id = __reduce_min_sync(kAll, best == key ? id : kNone);
+  for (int i = 0; i < N; ++i) places |= uint32(keys[i] == key) << i;
+  const int32 id = __reduce_min_sync(kAll, places == 0 ? kNone : (__ffs(places) - 1) * kWarp + lane);
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (i * kWarp + lane == id) keys[i] = 0;
@@ -621,12 +680,14 @@ __device__ __forceinline__ float softmax_weight(Taken own, bool has, bool renorm
 // ---- spec ------------------------------------------------------------------
 using In  = bf16;
 using Out = bf16;  // of products
-constexpr int kLoads   = 8;     // vectors of 8 elements of a lane
-constexpr int kRows    = 1;      // the most rows of x
-constexpr int kWarps   = 4;
+constexpr int kSteps   = 8;     // of 32 columns, of a warp
+constexpr int kEights  = 1;    // of rows of x
+constexpr int kWarps   = 8;
 constexpr int kPerLane = 0;  // experts of a lane; 0: none are chosen
 
-constexpr int kVector = 8, kUnits = (kLoads + 1) / 2;
+constexpr int kVector = 8, kStep = 4 * kVector;  // elements of a load, and of the loads of a row at once
+constexpr int kBlock = 16, kRows = 8 * kEights, kThreads = kWarps * kWarp;
+constexpr int kUnits = (kSteps * kWarps * kStep + kTurn - 1) / kTurn;  // of a lane
 
 // ---- kernel ----------------------------------------------------------------
 // Calls f(v, unit) for the units of a lane that exist.
@@ -636,12 +697,7 @@ template <typename F> __device__ __forceinline__ void each_unit(uint32 lane, uin
     if (lane + v * kWarp < units) f(v, lane + v * kWarp);
 }
 
-// Adds the products of neighbouring elements to two chains.
-__device__ __forceinline__ void multiply(float2& sum, uint32 a, uint32 b) {
-  sum.x = fmaf(low<In>(a), low<In>(b), sum.x), sum.y = fmaf(high<In>(a), high<In>(b), sum.y);
-}
-
-extern "C" __global__ void __launch_bounds__(kWarps * kWarp) norm_linear(
+extern "C" __global__ void __launch_bounds__(kThreads) norm_linear(
     const In* __restrict__ x,       // [m, h]
     const In* __restrict__ weight,  // [h]
     const In* __restrict__ matrix,  // [n, h]
@@ -650,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) norm_linear(
     Out* __restrict__ product,      // [m, n]
     int32* __restrict__ ids,        // [m, top_k + shared]; null where none are chosen
     float* __restrict__ weights,    // [m, top_k + shared]; null where none are chosen
-    int32* __restrict__ counter,    // 0; null where none are chosen
+    uint32* __restrict__ keys,      // [m, n], 0; null where none are chosen
     int64 m,
     int64 h,
     int64 n,
@@ -661,32 +717,39 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) norm_linear(
     float eps,
     float weight_bias) {
   extern __shared__ __align__(16) uint8 dynamic[];  // y
-  const uint32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, units = uint32(h) / kUnit;
-  const uint32 row_bytes = uint32(h) * sizeof(In), vectors = uint32(h) / kVector;
-  const uint32 own = blockIdx.x * kWarps + warp;  // row of the matrix
+  __shared__ float sums[kWarps][kRows][kBlock];
+  const uint32 thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp, g = lane / 4, t = lane % 4;
+  const uint32 units = uint32(h) / kUnit, vectors = uint32(h) / kVector;
+  const uint32 pitch = (uint32(h) * 2 + 127) / 128 * 128 + 64;  // rows of y, without bank conflicts
+  const uint32 first = blockIdx.x * kBlock, y_rows = ptx::shared_address(dynamic);
+  // The lane's vector of each step: neighbouring steps belong to one warp, since they share lines.
+  const auto vector_of = [&](int i) { return ((i / 2 * kWarps + warp) * 2 + i % 2) * 4 + t; };
 
-  uint4 matrix_row[kLoads] = {};
+  uint4 a[kSteps][2] = {};
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const uint32 vector = i * kWarp + lane;
-    if (own < n && vector < vectors) matrix_row[i] = ptx::ld_once(matrix + int64(own) * h + vector * kVector);
+  for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32 row = first + half * 8 + g;
+      if (row < n && vector_of(i) < vectors) a[i][half] = ptx::ld_once(matrix + int64(row) * h + vector_of(i) * kVector);
+    }
   }
   Unit w[kUnits] = {};
   if (warp < m) each_unit(lane, units, [&](int v, uint32 unit) { ptx::ld_unit(w[v], weight + unit * kUnit); });
-  if constexpr (kHasPdl) ptx::griddep_launch(), ptx::griddep_wait();
+  if constexpr (kHasPdl) ptx::griddep_wait(), ptx::griddep_launch();  // the next kernel finds more room later
 
   for (uint32 row = warp; row < m; row += kWarps) {
     Unit  x_units[kUnits] = {};
-    float sums[kUnits];
+    float squares[kUnits];
     each_unit(lane, units, [&](int v, uint32 unit) { ptx::ld_unit(x_units[v], x + row * x_stride + unit * kUnit); });
 #pragma unroll
     for (int v = 0; v < kUnits; ++v) {
       float f[kUnit];
       widen<In>(f, x_units[v]);
-      sums[v] = sum_of_squares(f);
+      squares[v] = sum_of_squares(f);
     }
     const Rstd  rstd_of{float(uint32(h)), 1.0f / float(uint32(h)), eps};
-    const float rstd = rstd_of(sum_of_warp(tree_sum(sums)));
+    const float rstd = rstd_of(sum_of_warp(tree_sum(squares)));
     each_unit(lane, units, [&](int v, uint32 unit) {
       float f[kUnit], by[kUnit];
       widen<In>(f, x_units[v]), widen<In>(by, w[v]);
@@ -694,36 +757,38 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) norm_linear(
       for (int i = 0; i < kUnit; ++i) by[i] += weight_bias;
       Unit to;
       scale<In>(to, f, rstd, by);
-      const uint32 at = ptx::shared_address(dynamic) + row * row_bytes + unit * kUnit * sizeof(In);
+      const uint32 at = y_rows + row * pitch + unit * (2 * kUnit);
       ptx::st_shared(at, {to[0], to[1], to[2], to[3]}), ptx::st_shared(at + 16, {to[4], to[5], to[6], to[7]});
       if (row % gridDim.x == blockIdx.x) write_unit(y + row * h + unit * kUnit, to);
     });
   }
   __syncthreads();
 
-  float2 sums[kRows] = {};
+  float d[kEights][4] = {};
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const uint32 vector = i * kWarp + lane;
-    if (vector >= vectors) continue;
+  for (int i = 0; i < kSteps; ++i) {
+    const uint32 x_ends[2][4] = {{a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y},
+                                 {a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w}};
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (row >= m) continue;
-      const uint4 v = ptx::ld_shared(ptx::shared_address(dynamic) + row * row_bytes + vector * 16);
-      multiply(sums[row], v.x, matrix_row[i].x), multiply(sums[row], v.y, matrix_row[i].y);
-      multiply(sums[row], v.z, matrix_row[i].z), multiply(sums[row], v.w, matrix_row[i].w);
+    for (int e = 0; e < kEights; ++e) {
+      uint4 b = {};
+      if (8 * e + g < m && vector_of(i) < vectors) b = ptx::ld_shared(y_rows + (8 * e + g) * pitch + vector_of(i) * 16);
+      ptx::mma_half<In>(d[e], x_ends[0], b.x, b.y), ptx::mma_half<In>(d[e], x_ends[1], b.z, b.w);
     }
   }
-  float products[kRows], mine = 0.0f;
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) products[row] = sums[row].x + sums[row].y;
-  group_sum<kWarp>(products);
+  for (int e = 0; e < kEights; ++e) {
 #pragma unroll
-  for (int row = 0; row < kRows; ++row)
-    if (lane == row) mine = products[row];
-  if (own < n && lane < m) {
-    mine += bias == nullptr ? 0.0f : low<In>(ptx::ld<uint16>(bias + own));
-    store_float(product + lane * n + own, mine);
+    for (int i = 0; i < 4; ++i) sums[warp][8 * e + 2 * t + i % 2][i / 2 * 8 + g] = d[e][i];
   }
-
+  __syncthreads();
+  for (uint32 i = thread; i < m * kBlock; i += kThreads) {
+    const uint32 row = i / kBlock, own = first + i % kBlock;
+    if (own >= n) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int from = 0; from < kWarps; ++from) sum += sums[from][row][i % kBlock];
+    sum += bias == nullptr ? 0.0f : low<In>(ptx::ld<uint16>(bias + own));
+    store_float(product + row * n + own, sum);
+  }
 }

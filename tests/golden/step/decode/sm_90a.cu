@@ -1200,6 +1200,14 @@ __device__ __forceinline__ uint64 ld_relaxed_8(const void* p) {
 }
 }  // namespace ptx
 
+// ---- partials/st_relaxed ---------------------------------------------------
+namespace ptx {
+// For words that other CTAs poll.
+__device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+}  // namespace ptx
+
 // ---- step/words ------------------------------------------------------------
 // What CTAs tell each other: a word is a pair of values, or a float, and a tag, the number of what it belongs to. It is
 // written and read as one, so a reader polls until the tag is the one that it wants.
@@ -1209,9 +1217,6 @@ __device__ __forceinline__ void st_word(uint64* p, uint32 value, uint32 tag) {
 }
 __device__ __forceinline__ void ld_words(uint64 (&v)[2], const uint64* p) {
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
-}
-__device__ __forceinline__ void st_relaxed(uint32* p, uint32 v) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 }  // namespace ptx
