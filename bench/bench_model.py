@@ -195,9 +195,10 @@ def bytes_read(model: Any, cache: Any, context: int, batch: int) -> float:
     """Of a step: weights but the embedding, which is looked up; experts as often as random choices take one; tokens."""
     config, embedding = model.config, model.get_input_embeddings().weight
     chosen = getattr(config, "num_experts_per_tok", 0) * batch
+    saved = model.state_dict().keys()  # others are copies of these
     total = 0.0
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        own = tensor is embedding or tensor.nbytes < LEAST_BYTES
+        own = tensor is embedding or tensor.nbytes < LEAST_BYTES or name not in saved
         share = 1 - (1 - 1 / tensor.shape[0]) ** chosen if ".experts." in name and tensor.dim() > 2 else 1.0
         total += 0 if own else share * tensor.nbytes
     for kind, layer in zip(layer_types(config), cache.layers, strict=True):

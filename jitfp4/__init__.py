@@ -102,6 +102,7 @@ _HOMES = {
         "rmsnorm_fp8quant",
         "rmsnorm_gated",
         "rmsnorm_gated_fp4quant",
+        "rmsnorm_linear",
         "rows_fp8quant",
     ),
     "jitfp4.families.quantize": (

@@ -364,6 +364,20 @@ def without_gates(weight: Fp4Weight) -> tuple[Fp4Weight, Fp4Weight]:
     return gate, up
 
 
+def raised(weight: Fp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tiles of a weight in which each row's largest scale is 2^8 or more, and its rows' factors, float32."""
+    rows = weight.data.shape[0] * TILE_ROWS
+    if weight.row_scale is not None:
+        return weight.data, weight.row_scale
+    factors, parts = torch.empty(rows, dtype=torch.float32, device=weight.data.device), []
+    slab = max(1, _SLAB // (TILE_ROWS * TILE_COLS * weight.data.shape[1]))
+    for tiles, own in zip(weight.data.split(slab), factors.split(slab * TILE_ROWS), strict=True):
+        codes, scales = unpack(tiles, weight.format)
+        scales, own[:] = _raise_nvfp4(codes, scales)
+        parts.append(pack(codes, scales))
+    return torch.cat(parts), factors
+
+
 def rounded_to_e4m3(weight: Fp4Weight, row_scale: torch.Tensor) -> torch.Tensor:
     """float32 [n, k]: the values that products in FP8 multiply, with their row's scale; of gates and ups, gates first.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.families.norm.kernels.rmsnorm import Problem as NormProblem
 from jitfp4.families.norm.plain import RMSNORM
 from jitfp4.formats import DType
+from jitfp4.weight import TILE_ROWS, Fp4Weight
 
 SILU = ("silu", "swish")
 _HEAD_DIMS = ((64, 64), (128, 128))
@@ -46,6 +48,12 @@ class Shape(NamedTuple):
         """Of queries, keys and values of a token."""
         keys = self.heads * self.head_dim
         return keys, keys, self.value_heads * self.value_dim
+
+    @property
+    def of_a_head(self) -> tuple[int, int, int, int]:
+        """Rows of a projection to queries, keys, values and gates that has all of a head side by side."""
+        values = self.value_heads // self.heads * self.value_dim
+        return self.head_dim, self.head_dim, values, values
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [.., heads, d] of rows that have them side by side."""
@@ -84,6 +92,20 @@ class Shape(NamedTuple):
             yield PREFILL_JOIN_OPERATION, join, "sequences", requests
         yield GATED_DELTA_RULE_PREFILL, prompts, "tokens", tokens
         yield GATED_DELTA_RULE_PREFILL, prompts._replace(tokens=tokens), "sequences", requests
+
+
+def by_part(heads: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Where each row is when all heads' first parts come first: from heads of parts of ``sizes`` rows."""
+    places = torch.arange(heads * sum(sizes)).view(heads, -1).split(list(sizes), -1)
+    return torch.cat([part.flatten() for part in places])
+
+
+def in_order(weight: Fp4Weight, rows: torch.Tensor) -> Fp4Weight:
+    """A weight with its rows in another order, which moves whole tiles of them."""
+    places = rows.to(weight.data.device)
+    tiles = places[::TILE_ROWS] // TILE_ROWS
+    row_scale = None if weight.row_scale is None else weight.row_scale[places]
+    return replace(weight, data=weight.data[tiles], row_scale=row_scale)
 
 
 def gated_norm(dtype: DType, size: int, rows: int) -> tuple[Any, Any, str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import nn
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts import Fp4Experts, fp4_experts, prepare_fp4_experts
+from jitfp4.families.experts.weights import MOST_EXPERTS
 from jitfp4.formats import MXFP4, BlockFormat
 from jitfp4.integrations import fp8
 from jitfp4.integrations.checkpoints import Layer, Source, aligned
-from jitfp4.integrations.layers import Expected, quantized
+from jitfp4.integrations.layers import Expected, Fp4Linear, quantized
 from jitfp4.layouts import SfLayout
+from jitfp4.weight import raised
 
 MULTIPLE = 32  # of both sizes
 _SIDES = ("gate_up_proj", "down_proj")
@@ -59,6 +61,7 @@ class ExpertsModule(nn.Module):
         self._experts: Fp4Experts | None = None
         self._source: Source | None = None
         self.in_fp8 = False
+        self.appended = 0  # experts that all tokens have
         for part in _PARTS:
             self.register_buffer(part, None)
 
@@ -164,6 +167,31 @@ class ExpertsModule(nn.Module):
             self.register_buffer(part, tensor)
         self._experts = experts
 
+    def takes(self, gate_up: Fp4Linear, down: Fp4Linear) -> bool:
+        """Whether append() can take these layers: of the size, the format and the activation of the experts."""
+        s, format_ = self.shape, self.experts.format
+        sizes = (gate_up.prepared.n, gate_up.prepared.k, down.prepared.n, down.prepared.k)
+        plain = (s.activation, s.swiglu_alpha, s.swiglu_limit, s.biased) == ("swiglu", None, None, False)
+        alike = gate_up.prepared.format is down.prepared.format is format_ and gate_up.prepared.gated
+        floats = gate_up.bias is not None or down.bias is not None
+        room = s.experts < MOST_EXPERTS and not self.appended
+        return room and plain and alike and not floats and sizes == (2 * s.inter, s.hidden, s.hidden, s.inter)
+
+    def append(self, gate_up: Fp4Linear, down: Fp4Linear) -> None:
+        """Have one more expert, an MLP's: the layer of its gates and ups, and the one behind them.
+
+        State dicts have the others only.
+        """
+        parts: dict[str, Any] = {}
+        for suffix, layer in (("13", gate_up), ("2", down)):
+            data, factors = raised(layer.prepared)
+            factors = factors if layer.alpha is None else factors * layer.alpha
+            for name, tensor in ((f"w{suffix}", data), (f"scale{suffix}", factors)):
+                parts[name] = torch.cat((getattr(self.experts, name), tensor.unsqueeze(0)))
+        self.assign(replace(self.experts, **parts))
+        self.shape, self.appended = replace(self.shape, experts=self.shape.experts + 1), 1
+        self.register_state_dict_post_hook(_without_last)  # type: ignore[no-untyped-call]
+
     @property
     def experts(self) -> Fp4Experts:
         """The weights. Raises ArgumentError if there are none yet."""
@@ -176,11 +204,21 @@ class ExpertsModule(nn.Module):
         fp8.check_gpu(self.experts.w13)
         self.in_fp8 = True
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """[tokens, hidden] of a 16-bit dtype, [tokens, slots], [tokens, slots] to [tokens, hidden]."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> Any:
+        """[tokens, hidden] of a 16-bit dtype, [tokens, slots], [tokens, slots] to [tokens, hidden].
+
+        ``residual`` of the same shape and dtype is added to the results.
+        """
         many = fp8.least_tokens(self.shape.experts, top_k_index.shape[1])
         dtype = hidden_states.dtype if hidden_states.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        return fp4_experts(
+        added = residual if residual is not None and residual.dtype == dtype == hidden_states.dtype else None
+        out = fp4_experts(
             hidden_states.to(dtype).contiguous(),
             self.experts,
             top_k_index.contiguous(),
@@ -189,7 +227,9 @@ class ExpertsModule(nn.Module):
             swiglu_alpha=self.shape.swiglu_alpha,
             swiglu_limit=self.shape.swiglu_limit,
             activations="fp8" if self.in_fp8 and top_k_index.shape[0] >= many else None,
+            residual=added,
         ).to(hidden_states.dtype)
+        return out if residual is None or added is not None else residual + out
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertsModule:
         """As torch's, but factors and biases keep their dtype."""
@@ -229,6 +269,14 @@ def stacked(name: str, weights: torch.Tensor, transposed: bool, block_format: Bl
     side = _Side.of(quantized_stack(weights, transposed, block_format))
     alpha = torch.ones(len(weights), 1, device=weights.device) if side.alpha is None else side.alpha
     return {name: side.codes, f"{name}_scales": side.scales, f"{name}_alpha": alpha}
+
+
+def _without_last(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Let a state dict have no expert that was appended."""
+    del module
+    for part in _PARTS:
+        if part != "size" and (name := f"{prefix}{part}") in state:
+            state[name] = state[name][:-1]
 
 
 def _pop(module: nn.Module, name: str) -> torch.Tensor:

@@ -35,3 +35,12 @@ def weights_of(
         return scale * torch.softmax(taken, -1) if renormalize else scale * torch.softmax(logits, -1).gather(1, ids)
     scores = torch.sigmoid(taken)
     return scale * (scores / (scores.sum(-1, keepdim=True) + LEAST_SUM) if renormalize else scores)
+
+
+def choose_with_shared(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights [tokens, top_k + 1] by softmax, the last of an expert that all tokens have: the last logit's."""
+    own = logits[:, :-1]
+    ids = choose(own, top_k, None, 1, 1)
+    weights = weights_of(own, ids, softmax=True, renormalize=renormalize, scale=1.0)
+    number = torch.full_like(ids[:, :1], own.shape[1])
+    return torch.cat((ids, number), 1), torch.cat((weights, logits[:, -1:].sigmoid()), 1)

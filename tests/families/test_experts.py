@@ -245,7 +245,8 @@ def test_all_slots_in_a_cta_without_a_race(
         out = assert_layer(layer, x, ids, weights)
         assert torch.equal(out, assert_layer(layer, x, ids, weights))
         ids[-1] = -1
-        assert not assert_layer(layer, x, ids, weights)[-1].any()
+        assert not assert_layer(layer, x, ids, weights, residual=None)[-1].any()
+        assert torch.equal(assert_layer(layer, x, ids, weights, residual=x)[-1], x[-1])
 
 
 @pytest.mark.sim

@@ -62,6 +62,22 @@ def test_rows_apart(device: str) -> None:
     assert_routing(router, logits, None, ids, weights)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen2", "all"])
+def test_an_expert_that_all_tokens_have(device: str, name: str, dtype: torch.dtype) -> None:
+    """Its slot is the last, its number that of the last column, its weight the sigmoid of that."""
+    router = ROUTERS[name]
+    logits, _ = make_logits(router, 7, dtype)
+    gate = torch.tensor([-40.0, -5.0, -1.5, 0.0, 2.0, 9.0, torch.inf]).to(dtype)
+    both = torch.cat((logits, gate.unsqueeze(1)), 1).to(device)
+    options = {"method": "softmax", "renormalize": router.renormalize}
+    ids, weights = route_experts(both, router.top_k, shared=True, **options)  # type: ignore[arg-type]
+    assert ids.shape == weights.shape == (7, router.top_k + 1)
+    assert (ids[:, -1] == router.experts).all()
+    torch.testing.assert_close(weights[:, -1].cpu(), gate.float().sigmoid(), rtol=2.0**-20, atol=0)
+    assert_routing(router, logits, None, ids[:, :-1], weights[:, :-1].contiguous())
+
+
 @pytest.mark.parametrize("bias_dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_dtypes_of_bias_and_weights(device: str, dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
@@ -243,6 +259,11 @@ def test_before_a_layer_by_dependent_launch(tokens: int, seed: int | None) -> No
         ({"logits": torch.zeros(2, 1025)}, "1 to 1024 experts"),
         ({"logits": torch.zeros(64, 3).T}, "rows that do not overlap, of adjacent elements"),
         ({"bias": torch.zeros(63)}, r"bias: got shape \(63,\)"),
+        ({"shared": True, "groups": 1}, "shared: got True; allowed: False for sigmoid"),
+        (
+            {"shared": True, "top_k": 32, "method": "softmax", "bias": None, "groups": 1},
+            "top_k: got 32; allowed: 1 to 31",
+        ),
     ],
     ids=str,
 )

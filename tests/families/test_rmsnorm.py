@@ -41,12 +41,17 @@ def check(x: torch.Tensor, device: torch.device | str, eps: float = 1e-5) -> Non
         function(y, residual, on[1], eps)
         assert_same_floats("residual", residual, total)
         assert_same_floats("sum", y, reference.rmsnorm(total, weight, eps, bias))
+    packed = torch.cat((other, x, x), 1).to(device)
+    gate = packed[:, h:].unflatten(-1, (2, h))  # two heads of each row, which do not flatten
+    both = packed[:, : 2 * h].reshape(m, 2, h)
+    got = rmsnorm_gated(both, gate, on[1], eps).cpu().float()
+    want = reference.rmsnorm(both.cpu(), weight, eps, 0.0, gate.cpu()).float()
+    close = {"rtol": 2.0**-7 if x.dtype == torch.bfloat16 else 2.0**-10, "atol": 2.0**-24, "equal_nan": True}
+    torch.testing.assert_close(got, want, **close)  # type: ignore[arg-type]
     wide = torch.cat((on[0], on[2]), 1)  # rows that lie apart
     got = rmsnorm_gated(wide[:, :h], wide[:, h:], on[1], eps).cpu().float()
     want = reference.rmsnorm(x, weight, eps, 0.0, other).float()
-    torch.testing.assert_close(
-        got, want, rtol=2.0**-7 if x.dtype == torch.bfloat16 else 2.0**-10, atol=2.0**-24, equal_nan=True
-    )
+    torch.testing.assert_close(got, want, **close)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,6 +116,8 @@ X, W = torch.ones(4, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloa
         ("out", lambda: rmsnorm(X[:2], W, out=X[1:3])),
         ("gate", lambda: rmsnorm_gated(X, X[:2], W)),
         ("gate", lambda: rmsnorm_gated(X, X.half(), W)),
+        ("gate", lambda: rmsnorm_gated(X, torch.ones(64, 4, dtype=torch.bfloat16).T, W)),
+        ("gate", lambda: rmsnorm_gated(X, torch.ones(4, 68, dtype=torch.bfloat16)[:, :64], W)),
         ("input", lambda: fused_add_rmsnorm(X, X, W)),
         ("residual", lambda: fused_add_rmsnorm(X, X[:2].clone(), W)),
         ("input", lambda: fused_add_rmsnorm(torch.ones(4, 128, dtype=torch.bfloat16)[:, :64], X, W)),

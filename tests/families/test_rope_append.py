@@ -11,6 +11,7 @@ import jitfp4
 from jitfp4 import (
     ArgumentError,
     ArgumentTypeError,
+    gemma_rmsnorm,
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
     rmsnorm,
     rope_append_paged_kv_cache,
@@ -52,7 +53,10 @@ def case(
     width, kind = {"nvfp4": (d // 2, torch.uint8), "e4m3": (d, E4M3), "half": (d, dtype)}[cache]
     slots = torch.randperm(PAGES * PAGE, generator=generator)[:tokens].int()
     slots[1:2] = -1
-    weights = {f"{x}_norm_weight": torch.randn(d, generator=generator).to(dtype) for x in "qk"} if norm else {}
+    weights: dict[str, Any] = {}
+    if norm:
+        weights = {f"{x}_norm_weight": torch.randn(d, generator=generator).to(dtype) for x in "qk"}
+        weights["weight_bias"] = float(d == 256)
     return {
         "query": query,
         "key": key,
@@ -96,7 +100,8 @@ def separately(given: dict[str, Any]) -> list[torch.Tensor]:
     turned = []
     for name in ("query", "key"):
         x, weight = given[name], given.get(f"{name[0]}_norm_weight")
-        turned.append(rotated(x if weight is None else rmsnorm(x, weight, 1e-6), given))
+        norm = gemma_rmsnorm if given.get("weight_bias") else rmsnorm
+        turned.append(rotated(x if weight is None else norm(x, weight, 1e-6), given))
     cache, slots = given["paged_kv_cache"], given["slot_mapping"]
     scales = given["k_scale"], given["v_scale"]
     if given["kv_cache_sf"] is not None:

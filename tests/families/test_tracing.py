@@ -95,6 +95,10 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     ),
     "rmsnorm": (lambda x: jitfp4.rmsnorm(x, WEIGHT), (A,)),
     "gemma_rmsnorm, rank 3": (lambda x: jitfp4.gemma_rmsnorm(x, WEIGHT), (BATCH,)),
+    "rmsnorm_linear": (
+        lambda x, matrix: jitfp4.rmsnorm_linear(x, WEIGHT, matrix, 1e-6, weight_bias=1.0),
+        (A, A[:5].contiguous()),
+    ),
     "rmsnorm_gated": (lambda x, gate: jitfp4.rmsnorm_gated(x, gate, WEIGHT), (A, A.flip(0))),
     "mm_fp4": (
         lambda a, b, *scales: jitfp4.mm_fp4(a, b.T, scales[0], scales[1].T),

@@ -111,7 +111,7 @@ _WRITTEN = (
     *("lse", "output_k", "output_v", "logits", "out_ids", "out_weights"),
     *("topk_indices", "topk_values"),
 )
-_ONLY_READ = {("mm_bf16_fp4", "residual"), ("route_experts", "logits")}
+_ONLY_READ = {("mm_bf16_fp4", "residual"), ("fp4_experts", "residual"), ("route_experts", "logits")}
 
 
 def verdict(bad: Bad) -> str:

@@ -124,6 +124,16 @@ def good_calls() -> Calls:
             "weight": half(64),
             "out": half(4, 64),
         },
+        "rmsnorm_linear": lambda: {
+            "input": half(4, 64),
+            "weight": half(64),
+            "matrix": half(8, 64),
+            "eps": 1e-6,
+            "weight_bias": 1.0,
+            "bias": half(8),
+            "out": half(4, 64),
+            "product": half(4, 8),
+        },
         "rmsnorm_gated_fp4quant": lambda: {
             "input": half(4, 2, 64),
             "gate": half(4, 2, 64),
@@ -305,6 +315,7 @@ def _experts_calls() -> Calls:
             "swiglu_limit": 5.0,
             "expert_map": _ints(1, 0),
             "apply_router_weight_on_input": True,
+            "residual": _half(3, 64),
             "out": _half(3, 64),
         },
         "route_experts": lambda: {

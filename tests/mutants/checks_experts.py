@@ -13,6 +13,7 @@ from jitfp4.families.experts.kernels.wide import WideTactic
 from tests.families import test_experts_route as route
 from tests.families import test_experts_router as router
 from tests.families import test_experts_tokens as tokens
+from tests.families import test_norm_linear as norm_linear
 from tests.mutants.calls_experts import few, layer
 from tests.mutants.calls_experts import route as many_ids
 from tests.mutants.runs import Check, Subject, on
@@ -60,6 +61,7 @@ CHECKS_EXPERTS: dict[str, Subject] = {
             on(tokens.test_rows_apart_and_given_outputs),
         ),
     ),
+    "norm, linear": Subject("norm_linear", (on(lambda _: norm_linear.check(3, 80, 33, torch.bfloat16)),)),
     "experts, list": Subject("experts_route", (on(_assignments),)),
     "experts, narrow up": Subject("experts_narrow_up", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),
     "experts, narrow down": Subject("experts_narrow_down", (_layer(_NARROW, 11), _layer(_NARROW, 7, slots=9))),

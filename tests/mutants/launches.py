@@ -36,6 +36,7 @@ from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
 from jitfp4.families.kv.kernels.quantize import QuantizeTactic
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
 from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
+from tests.families import test_norm_linear as norm_linear
 from tests.mutants import calls
 from tests.mutants import calls_experts as experts
 from tests.mutants import calls_gemm as gemm
@@ -200,6 +201,7 @@ KERNELS: dict[str, Launch] = {
     "mm_fp8, cluster": Launch("gemm_wide_fp8", lambda: gemm.wide_fp8(Fp8Tactic(128, cluster=2), 130, 264, 416), HOPPER),
     "experts, topk": Launch("experts_topk", experts.topk),
     "experts, router": Launch("experts_router", experts.router),
+    "norm, linear": Launch("norm_linear", lambda: norm_linear.check(3, 80, 33, torch.bfloat16)),
     "experts, list": Launch("experts_route", lambda: experts.route(1)),
     "experts, list in a cluster": Launch("experts_route", lambda: experts.route(2)),
     "experts, narrow up": Launch(

@@ -101,6 +101,7 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "kv/dequantize": engine_calls.kv_dequantize_cases,
     "kv/quantize": engine_calls.kv_quantize_cases,
     "kv/rope_append": partial(good_cases, "rope_append_paged_kv_cache"),
+    "norm/linear": partial(good_cases, "rmsnorm_linear"),
     "norm/rmsnorm": partial(good_cases, "rmsnorm", "gemma_rmsnorm", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm"),
     "norm/rmsnorm_fp4quant": quantize_calls.norm_cases,
     "norm/rows_fp4quant": quantize_calls.norm_rows_cases,

@@ -137,8 +137,12 @@ def assert_layer(
     weights: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """A layer in a poisoned output; each step of a launched one is within its bound. Returns the output."""
+    """A layer in a poisoned output; each step of a launched one is within its bound. Returns the output.
+
+    Odd numbers of tokens have a residual.
+    """
     seen: list[Any] = []
+    options = {"residual": x.flip(1) if len(x) % 2 else None} | options
     out = poisoned((len(x), layer.hidden), x.dtype, x.device)
     with observed(seen.append):
         assert fp4_experts(x, layer, ids, weights, out=out, **options) is out
@@ -211,6 +215,8 @@ def _assert_down(step: DownArguments, in_one: bool) -> None:
     of_weights = None if step.weights is None else step.weights.abs()
     want = combine(y.view(tokens, slots, -1), step.weights, local)
     magnitude = combine((y.abs() + errors).view(tokens, slots, -1), of_weights, local)
+    if step.residual is not None:
+        want, magnitude = want + step.residual.double(), magnitude + step.residual.double().abs()
     absolute = magnitude * slots * 2.0**-23 + combine(errors.view(tokens, slots, -1), of_weights, local)
     units = torch.finfo(step.out.dtype)
     bound = absolute + (want.abs() + absolute) * units.eps / 2 + units.smallest_normal * units.eps

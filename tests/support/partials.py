@@ -53,7 +53,7 @@ USES: dict[str, tuple[str, str]] = {
         "struct Rows { int32 assignment[8], finished[8]; uint32 taken[8]; };\n"
         "__global__ void run(Finish<bf16, 16, 128>& f, Rows& rows, Routing& routing, int32* done, bf16* out) {\n"
         "  f.count(rows, done, 8, threadIdx.x, 0, 1), f.add_up(rows, 8, 0, threadIdx.x, 4, 0, 1);\n"
-        "  zero_tokens<16, 4>(routing, out, 8, 2, 64, 64, 0, 0, threadIdx.x);\n}\n",
+        "  skip_tokens<16, 4>(routing, f.sum, out, 8, 64, 0, 0, threadIdx.x);\n}\n",
     ),
     "experts/rows.cuh.j2": (
         "sm_80",

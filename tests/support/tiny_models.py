@@ -38,6 +38,7 @@ DELTA_NET = {
     "linear_value_head_dim": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON),
@@ -46,7 +47,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
     ),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        **COMMON, **EXPERTS, **DELTA_NET, shared_expert_intermediate_size=64
+        **COMMON, **EXPERTS, **DELTA_NET, shared_expert_intermediate_size=64, rope_parameters=HALF_ROTATED
     ),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**COMMON, **DELTA_NET),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(

@@ -74,7 +74,17 @@ _SMALL_OF = {
     CacheFormat.F16: (_SMALL_HALVES, "h200/attention_search_small.csv"),
 }
 
+# Heads of 256 elements in NVFP4, two for keys: tried for 1 to 64 requests of 2,048 to 32,768 tokens, without a record
+_WIDE = (
+    (DecodeTactic(8, 2, 1, cluster=8), {"items": 8, "tiles": 256}),
+    (DecodeTactic(8, 2, 1, cluster=8), {"items": 2, "tiles": 512}),
+    (DecodeTactic(8, 2, 1, cluster=2), {"items": 32, "tiles": 128}),
+    (DecodeTactic(8, 2, 1, cluster=1), {"items": 128, "tiles": 128}),
+    (DecodeTactic(8, 2, 1), {"items": 128, "tiles": 4096}),
+)
+
 _ROWS: tuple[Row[Any], ...] = (
+    *rows(*_WIDE, cache=CacheFormat.NVFP4, rows=8, wide=True, listed=False),
     *(
         Row(tactic, {"cache": cache, "wide": False, "listed": False} | most_of, measured)
         for cache, (small, measured) in _SMALL_OF.items()
@@ -187,6 +197,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, page, *loads[3], rows=16)
         yield _problem(arch, page, *loads[3], head_dim=64)
         yield _problem(arch, page, *loads[3], head_dim=256)
+    for _, most_of in _WIDE:
+        small = _problem(arch, Pages.WHOLE, most_of["tiles"], 1, interleaved=True, head_dim=256)
+        yield small._replace(units=most_of["items"] * most_of["tiles"])
     for heads in (1, 2, 4):
         yield _problem(arch, Pages.HALVES, *loads[3], packed=False, heads=heads)
     yield _problem(arch, Pages.HALVES, *loads[1], heads=1)

@@ -50,6 +50,7 @@ def fp4_experts(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     activations: str | None = None,
+    residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -70,6 +71,7 @@ def fp4_experts(
             it is on another rank. Then ``topk_ids`` has global numbers.
         apply_router_weight_on_input: multiply x by the weights, not the results.
         activations: "fp8": both products are of E4M3, for many tokens, on sm_90a alone; see Numerics. None: of 16 bits.
+        residual: [tokens, hidden] of x's dtype, laid out as x may be: added to the results.
         out: [tokens, hidden] to fill in place, of x's dtype; elements of a row adjacent, rows at multiples of 16 bytes;
             sharing no memory with another argument. Allocated when None.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
@@ -82,7 +84,7 @@ def fp4_experts(
             g, u = min(gate, limit), up between -limit and limit
             h = round(g * sigmoid(alpha * g) * (u + beta));   relu2: h = round(max(up, 0)^2)
             y = round(scale * (sum over inter of h * w2) + bias)
-            out = round(sum over slots in their order of weight * y)
+            out = round(sum over slots in their order of weight * y, + residual)
 
         alpha, beta, limit are 1, 0 and none for "swiglu", 1.702, 1 and 7 for "swigluoai". With weights on the input,
         x is round(weight * x), and the weights of y are 1. Equal calls give equal bits.
@@ -123,12 +125,19 @@ def fp4_experts(
     check_same_device("out", out, x)
     if tuple(out.shape) != tuple(x.shape):
         raise ArgumentError("out", f"shape {tuple(out.shape)}", f"{tuple(x.shape)}")
+    if residual is not None:
+        check_dtype("residual", residual, (x.dtype,))
+        check_same_device("residual", residual, x)
+        if residual.shape != x.shape:
+            raise ArgumentError("residual", f"shape {tuple(residual.shape)}", f"{tuple(x.shape)}")
+        residual = as_rows("residual", residual, 32)
     _launch(
         as_rows("x", x, 32),
         experts,
         topk_ids,
         topk_weights,
         expert_map,
+        residual,
         as_rows("out", out, 32),
         constants=(float(alpha), float(beta), math.inf if limit is None else float(limit)),
         on_input=apply_router_weight_on_input,
@@ -144,6 +153,7 @@ def _launch(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
     expert_map: torch.Tensor | None,
+    residual: torch.Tensor | None,
     out: torch.Tensor,
     *,
     constants: tuple[float, float, float],
@@ -196,6 +206,7 @@ def _launch(
             ids=topk_ids,
             expert_map=expert_map,
             weights=None if on_input else topk_weights,
+            residual=residual,
             x=x,
             input_weights=topk_weights if on_input else None,
             items=items,

@@ -104,7 +104,7 @@ class ResultArguments(NamedTuple):
 
 
 class DownArguments(NamedTuple):
-    """out [tokens, hidden] = for each token the sum over its slots of weight times (h times w2).
+    """out [tokens, hidden] = for each token the sum over its slots of weight times (h times w2), and ``residual``.
 
     ``y`` [tokens * slots, hidden] is for results of slots, by assignment. ``weights`` float32 [tokens, slots]; None
     means 1. ``done`` must be zero. ``x`` and ``input_weights`` are what the product up
@@ -118,6 +118,7 @@ class DownArguments(NamedTuple):
     ids: torch.Tensor
     expert_map: torch.Tensor | None
     weights: torch.Tensor | None
+    residual: torch.Tensor | None
     x: torch.Tensor
     input_weights: torch.Tensor | None
     items: torch.Tensor | None

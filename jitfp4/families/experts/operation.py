@@ -141,7 +141,8 @@ def _down_reference(arguments: DownArguments) -> None:
         assignments, rows = _rows_of_h(a, local.flatten(), expert)
         h = reference.rounded_rows(a.h[rows]) if a.fp8 else a.h[rows]
         a.y[assignments] = reference.linear(h, *down_matrix(a, expert)).to(a.y.dtype)
-    a.out.copy_(reference.combine(a.y.view(tokens, slots, hidden), a.weights, local))
+    total = reference.combine(a.y.view(tokens, slots, hidden), a.weights, local)
+    a.out.copy_(total if a.residual is None else total + a.residual)
 
 
 EXPERTS_ROUTE = Operation(
@@ -181,7 +182,7 @@ EXPERTS_DOWN = Operation(
     tables=(DOWN_TABLE, HOPPER_DOWN),
     reference=_down_reference,
     output="out",
-    aligned=("h", "w2", "scale2", "bias2", "items", "y", "out"),
+    aligned=("h", "w2", "scale2", "bias2", "residual", "items", "y", "out"),
     exclusive=("y", "done", "out"),
     zeroed=("done",),
     growing=("tokens",),

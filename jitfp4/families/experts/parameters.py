@@ -25,6 +25,8 @@ ROUTING = (
     I64("tokens"),
     I64("slots"),
 )
+RESIDUAL = Ptr("residual", "const In", "[tokens, n], added to the sums; null: none")
+RESIDUAL_STRIDE = I64("residual_stride")
 MATRIX = (I64("n", "rows of the weight"), I64("k", "columns, a multiple of 32"))
 SWIGLU = (I64("counters"), F32("swiglu_alpha"), F32("swiglu_beta"), F32("swiglu_limit"))
 
@@ -71,6 +73,12 @@ def bind_rows_up(arguments: UpArguments, plan: Plan) -> dict[str, Any]:
     return own | bind_up(arguments) | bind_routing(arguments, plan)
 
 
+def bind_residual(arguments: DownArguments) -> dict[str, Any]:
+    """RESIDUAL and its stride."""
+    residual = arguments.residual
+    return {"residual": residual, "residual_stride": 0 if residual is None else residual.stride(0)}
+
+
 def bind_rows_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
     """All of a kernel down that finds rows by their ids, and adds up slots that are finished."""
     own = {
@@ -82,4 +90,4 @@ def bind_rows_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
         "x_stride": arguments.h.stride(0),
         "out_stride": arguments.out.stride(0),
     }
-    return own | bind_down(arguments) | bind_routing(arguments, plan)
+    return own | bind_down(arguments) | bind_routing(arguments, plan) | bind_residual(arguments)

@@ -23,6 +23,7 @@ def route_experts(
     bias: torch.Tensor | None = None,
     groups: int = 1,
     topk_groups: int = 1,
+    shared: bool = False,
     scale: float = 1.0,
     out_ids: torch.Tensor | None = None,
     out_weights: torch.Tensor | None = None,
@@ -31,8 +32,10 @@ def route_experts(
     """The experts of each token and their weights, as fp4_experts() takes them, by the logits of a router.
 
     Args:
-        logits: [tokens, experts], float32, bf16 or fp16, up to 1024 experts; elements of a row adjacent.
-        top_k: experts of a token, 1 to 32. They are in the order of their scores, the highest first.
+        logits: [tokens, experts], or where ``shared`` one column more, float32, bf16 or fp16, up to 1024 experts;
+            elements of a row adjacent.
+        top_k: experts of a token, 1 to 32, or where ``shared`` to 31. They are in the order of their scores, the
+            highest first.
         method: "softmax", of all experts, or "sigmoid" of each: how a logit becomes a score.
         renormalize: divide the scores of the experts of a token by their sum. A softmax of the top-k logits, as gpt-oss
             has it, is the same as the top-k of a softmax, renormalised.
@@ -40,9 +43,13 @@ def route_experts(
             Only for "sigmoid".
         groups: groups of neighbouring experts, up to 32, each with two or more. Only for "sigmoid".
         topk_groups: of several groups, those that count: the ones whose two best experts have the highest sums.
+        shared: the last column is the gate of an expert that all tokens have, such as Qwen3-Next's shared expert:
+            behind the ``top_k`` slots is one with the number of that column, whose weight is the sigmoid of its logit.
+            Only for "softmax".
         scale: a factor of all weights.
-        out_ids: [tokens, top_k] int32 to fill in place, contiguous; allocated when None.
-        out_weights: [tokens, top_k] to fill in place, contiguous, float32 or of the logits' dtype; allocated as
+        out_ids: [tokens, top_k or, with a shared expert, top_k + 1] int32 to fill in place, contiguous; allocated when
+            None.
+        out_weights: the same shape to fill in place, contiguous, float32 or of the logits' dtype; allocated as
             float32 when None. Both share no memory with another argument.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
@@ -67,6 +74,7 @@ def route_experts(
         bias=bias,
         groups=groups,
         topk_groups=topk_groups,
+        shared=shared,
         scale=scale,
         out_ids=out_ids,
         out_weights=out_weights,
@@ -118,6 +126,7 @@ def fused_topk_deepseek(
             bias=bias,
             groups=n_group,
             topk_groups=topk_group,
+            shared=False,
             scale=routed_scaling_factor,
             out_ids=topk_indices,
             out_weights=topk_values,
@@ -148,6 +157,7 @@ def _route(
     bias: torch.Tensor | None,
     groups: int,
     topk_groups: int,
+    shared: bool,
     scale: float,
     out_ids: torch.Tensor | None,
     out_weights: torch.Tensor | None,
@@ -156,13 +166,14 @@ def _route(
     """route_experts() with arguments whose types are checked."""
     check_dtype("logits", logits, tuple(FLOATS))
     check_device("logits", logits)
-    if logits.dim() != 2 or not 0 < logits.shape[1] <= MOST_EXPERTS:
+    if logits.dim() != 2 or not 0 < logits.shape[1] - shared <= MOST_EXPERTS:
         raise ArgumentError("logits", f"shape {tuple(logits.shape)}", f"[tokens, 1 to {MOST_EXPERTS} experts]")
-    tokens, experts = logits.shape
+    tokens, experts = logits.shape[0], logits.shape[1] - shared
     check_rows(logits)
-    check_rules(experts, top_k, method, bias, groups, topk_groups, logits)
-    ids = output("out_ids", out_ids, (tokens, top_k), (torch.int32,), like=logits)
-    weights = output("out_weights", out_weights, (tokens, top_k), (torch.float32, logits.dtype), like=logits)
+    check_rules(experts, top_k, method, bias, groups, topk_groups, shared, logits)
+    slots = top_k + shared
+    ids = output("out_ids", out_ids, (tokens, slots), (torch.int32,), like=logits)
+    weights = output("out_weights", out_weights, (tokens, slots), (torch.float32, logits.dtype), like=logits)
     EXPERTS_TOPK(
         TopkArguments(
             logits=logits,
@@ -173,6 +184,7 @@ def _route(
             renormalize=renormalize,
             groups=groups,
             topk_groups=topk_groups,
+            shared=shared,
             scale=float(scale),
             enable_pdl=enable_pdl,
         )
@@ -194,6 +206,7 @@ def check_rules(
     bias: torch.Tensor | None,
     groups: int,
     topk_groups: int,
+    shared: bool,
     like: torch.Tensor,
 ) -> None:
     """Check what the choice among ``experts`` goes by."""
@@ -203,7 +216,7 @@ def check_rules(
         raise ArgumentError("groups", groups, f"1, or up to {MOST_TAKEN} groups of {experts} experts, two or more each")
     if not 0 < topk_groups <= groups:
         raise ArgumentError("topk_groups", topk_groups, f"1 to {groups}")
-    most = min(MOST_TAKEN, experts // groups * topk_groups)
+    most = min(MOST_TAKEN - shared, experts // groups * topk_groups)
     if not 0 < top_k <= most:
         raise ArgumentError("top_k", top_k, f"1 to {most}")
     if method == Method.SOFTMAX:
@@ -211,6 +224,8 @@ def check_rules(
             raise ArgumentError("bias", "a tensor", "None for softmax")
         if groups != 1:
             raise ArgumentError("groups", groups, "1 for softmax")
+    elif shared:
+        raise ArgumentError("shared", shared, "False for sigmoid")
     if bias is not None:
         check_bias("bias", bias, experts, like)
 

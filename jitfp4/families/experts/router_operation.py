@@ -76,11 +76,6 @@ def _reference(arguments: RouterArguments) -> None:
     a = arguments
     logits = torch.empty(len(a.x), len(a.weight)) if a.logits is None else a.logits
     multiply(a.x, a.weight, a.logit_bias, logits)
-    if a.shared:
-        a.out_ids[:, -1] = len(a.weight) - 1
-        a.out_weights[:, -1] = a.scale * logits[:, -1].float().sigmoid()
-        logits = logits[:, :-1]
-        a = a._replace(out_ids=a.out_ids[:, :-1], out_weights=a.out_weights[:, :-1])
     choose_by(logits.float(), a)
 
 

@@ -11,7 +11,6 @@ from jitfp4.families.experts.kernels.router import most_tokens
 from jitfp4.families.experts.router import check_bias, check_rows, check_rules, route_experts
 from jitfp4.families.experts.router_operation import EXPERTS_ROUTER, multiply
 from jitfp4.families.experts.router_problem import COLUMNS, RouterArguments
-from jitfp4.families.experts.topk_problem import MOST_TAKEN, Method
 from jitfp4.families.experts.weights import MOST_EXPERTS
 from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, output, writing
@@ -46,9 +45,7 @@ def route_tokens(
         top_k, method, renormalize: as for route_experts().
         logit_bias: [rows], float32, bf16 or fp16, contiguous: added to the logits.
         bias, groups, topk_groups: as for route_experts(). Both biases are read as weight is.
-        shared: the last row of weight is the gate of an expert that all tokens have, as Qwen3-Next has one. Behind the
-            ``top_k`` slots, of which there are up to 31, is another one with the number of that row, whose weight is
-            the sigmoid of its logit. Only for "softmax".
+        shared: as for route_experts(): the last row of weight is the gate.
         scale: a factor of all weights.
         logits: [tokens, rows] to fill in place, float32 or of the dtype of x, elements of a row adjacent: the choice
             is by what is written. None: by float32, which nobody sees.
@@ -75,11 +72,7 @@ def route_tokens(
         raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"[1 to {MOST_EXPERTS} experts, {hidden}]")
     check_contiguous("weight", weight)
     rows, slots = weight.shape[0], top_k + shared
-    check_rules(rows - shared, top_k, method, bias, groups, topk_groups, x)
-    if shared and (method != Method.SOFTMAX or slots > MOST_TAKEN):
-        raise ArgumentError(
-            "shared", shared, f"False for sigmoid, and for more than {MOST_TAKEN - 1} experts of a token"
-        )
+    check_rules(rows - shared, top_k, method, bias, groups, topk_groups, shared, x)
     if logit_bias is not None:
         check_bias("logit_bias", logit_bias, rows, x)
     if logits is not None:
@@ -94,23 +87,20 @@ def route_tokens(
         logits = torch.empty(tokens, rows, device=x.device) if logits is None else logits
         with writing(logits, ids, weights):
             multiply(x, weight, logit_bias, logits)
-            chosen = route_experts(
-                logits[:, : rows - shared],
+            return route_experts(
+                logits,
                 top_k,
                 method=method,
                 renormalize=renormalize,
                 bias=bias,
                 groups=groups,
                 topk_groups=topk_groups,
+                shared=shared,
                 scale=scale,
-                out_ids=None if shared else ids,
-                out_weights=None if shared else weights,
+                out_ids=ids,
+                out_weights=weights,
                 enable_pdl=enable_pdl,
             )
-            if shared:
-                ids[:, :top_k], weights[:, :top_k] = chosen
-                ids[:, top_k], weights[:, top_k] = rows - 1, scale * logits[:, -1].float().sigmoid()
-        return ids, weights
     EXPERTS_ROUTER(
         RouterArguments(
             x=x,

@@ -22,7 +22,8 @@ TABLE = Table((Row(TopkTactic(4)),), measured=None)
 
 def _problem(arguments: TopkArguments) -> TopkProblem:
     logits, weights = arguments.logits, arguments.out_weights
-    return TopkProblem(FLOATS[logits.dtype], FLOATS[weights.dtype], Method(arguments.method), *logits.shape)
+    tokens, experts = logits.shape[0], logits.shape[1] - arguments.shared
+    return TopkProblem(FLOATS[logits.dtype], FLOATS[weights.dtype], Method(arguments.method), tokens, experts)
 
 
 def _problems(_arch: Arch) -> Iterator[TopkProblem]:
@@ -34,11 +35,15 @@ def _problems(_arch: Arch) -> Iterator[TopkProblem]:
 
 
 def choose_by(logits: torch.Tensor, arguments: TopkArguments | RouterArguments) -> None:
-    """Fill ids and weights by logits [tokens, experts] float32."""
+    """Fill ids and weights by logits [tokens, columns] float32."""
     a, softmax = arguments, arguments.method == Method.SOFTMAX
-    scores = logits if softmax else torch.sigmoid(logits)
-    ids = reference.choose(scores, a.out_ids.shape[1], a.bias, a.groups, a.topk_groups)
-    weights = reference.weights_of(logits, ids, softmax=softmax, renormalize=a.renormalize, scale=a.scale)
+    if a.shared:
+        ids, weights = reference.choose_with_shared(logits, a.out_ids.shape[1] - 1, renormalize=a.renormalize)
+        weights = weights * a.scale
+    else:
+        scores = logits if softmax else torch.sigmoid(logits)
+        ids = reference.choose(scores, a.out_ids.shape[1], a.bias, a.groups, a.topk_groups)
+        weights = reference.weights_of(logits, ids, softmax=softmax, renormalize=a.renormalize, scale=a.scale)
     a.out_ids.copy_(ids)
     a.out_weights.copy_(weights)
 

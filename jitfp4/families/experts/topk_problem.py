@@ -21,9 +21,10 @@ class Method(StrEnum):
 
 
 class TopkArguments(NamedTuple):
-    """The choice of ``out_ids`` and ``out_weights`` [tokens, top_k], int32 and float, from ``logits``.
+    """The choice of ``out_ids`` and ``out_weights`` [tokens, slots], int32 and float, from ``logits``.
 
-    ``logits`` [tokens, experts], rows apart or not; ``bias`` [experts] float or None. See route_experts().
+    ``logits`` [tokens, experts], or where ``shared`` one column more, rows apart or not; ``bias`` [experts] float or
+    None. See route_experts().
     """
 
     logits: torch.Tensor
@@ -34,6 +35,7 @@ class TopkArguments(NamedTuple):
     renormalize: bool
     groups: int
     topk_groups: int
+    shared: bool
     scale: float
     enable_pdl: bool | None
 

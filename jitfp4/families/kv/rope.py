@@ -33,7 +33,7 @@ _ALIGNED = 16  # bytes
 def _reference(arguments: Arguments) -> None:
     turned: list[torch.Tensor] = []
     for x, weight in ((arguments.query, arguments.q_norm_weight), (arguments.key, arguments.k_norm_weight)):
-        x = x if weight is None else norm.rmsnorm(x, weight, arguments.eps)
+        x = x if weight is None else norm.rmsnorm(x, weight, arguments.eps, arguments.weight_bias)
         turned.append(rope.rotate(x, arguments.cos_sin_cache, arguments.positions, is_neox=arguments.is_neox))
     pages, page_size = arguments.k_cache.shape[:2]
     slots = arguments.slot_mapping
@@ -100,6 +100,7 @@ def rope_append_paged_kv_cache(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    weight_bias: float = 0.0,
     query_out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -125,15 +126,16 @@ def rope_append_paged_kv_cache(
         q_norm_weight, k_norm_weight: [d] of query's dtype, of an RMSNorm of each head before the rotation. Both are
             None where there is none.
         eps: of these norms.
+        weight_bias: added to both weights in float32; 1 as norms of Gemma and Qwen3-Next have it.
         query_out: [tokens, heads, d] contiguous, of query's dtype; memory of its own; allocated when None.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         query_out, the rotated queries. The cache is updated in place. Negative slots are skipped. Slots beyond the
         cache are skipped on the GPU, and errors on the CPU.
     Numerics:
-        The bytes of the steps one by one: rmsnorm() of each head; ``(a cos - b sin, b cos + a sin)`` in float32, every
-        operation rounded, then rounded to query's dtype; then nvfp4_kv_quantize(), or for E4M3 ``e4m3(x / scale)``,
-        saturating.
+        The bytes of the steps one by one: rmsnorm() of each head, or gemma_rmsnorm() with a weight_bias of 1;
+        ``(a cos - b sin, b cos + a sin)`` in float32, every operation rounded, then rounded to query's dtype; then
+        nvfp4_kv_quantize(), or for E4M3 ``e4m3(x / scale)``, saturating.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -179,6 +181,7 @@ def rope_append_paged_kv_cache(
             k_factor=factors[0],
             v_factor=factors[1],
             eps=eps,
+            weight_bias=float(weight_bias),
             is_neox=is_neox,
             interleaved=1 if interleaved else NEITHER,
             enable_pdl=enable_pdl,

@@ -2,6 +2,7 @@
 
 from jitfp4.families.norm.api import add_rmsnorm_fp4quant, rmsnorm_fp4quant, rmsnorm_gated_fp4quant
 from jitfp4.families.norm.fp8 import add_rmsnorm_fp8quant, rmsnorm_fp8quant, rows_fp8quant
+from jitfp4.families.norm.linear import rmsnorm_linear
 from jitfp4.families.norm.plain import (
     fused_add_rmsnorm,
     gemma_fused_add_rmsnorm,
@@ -21,5 +22,6 @@ __all__ = [
     "rmsnorm_fp8quant",
     "rmsnorm_gated",
     "rmsnorm_gated_fp4quant",
+    "rmsnorm_linear",
     "rows_fp8quant",
 ]

@@ -15,6 +15,7 @@ from jitfp4.reference import norm as reference
 from jitfp4.tensors import as_rows, check_contiguous, check_dtype, check_same_device, output
 
 _MULTIPLE = 16  # of the elements of a row
+_ALIGNED = 16  # bytes
 
 
 def _reference(arguments: Arguments) -> None:
@@ -22,7 +23,8 @@ def _reference(arguments: Arguments) -> None:
     if arguments.residual is not None:
         x = reference.add(x, arguments.residual)
         arguments.residual.copy_(x)
-    y = reference.rmsnorm(x, arguments.weight, arguments.eps, arguments.weight_bias, arguments.gate)
+    gate = None if arguments.gate is None else arguments.gate.flatten(0, 1)
+    y = reference.rmsnorm(x, arguments.weight, arguments.eps, arguments.weight_bias, gate)
     arguments.out.copy_(y)
 
 
@@ -103,7 +105,8 @@ def rmsnorm_gated(
 
     Args:
         input: as in rmsnorm().
-        gate: of input's shape and dtype, 16-byte aligned; rows that flatten without a copy.
+        gate: of input's shape and dtype, 16-byte aligned; elements of a row adjacent, both other strides any multiples
+            of 16 bytes, as of heads in a slice of a packed projection.
         weight, eps, out, enable_pdl: as in rmsnorm().
     Returns:
         out, of input's shape and dtype.
@@ -187,6 +190,16 @@ def check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  #
         raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(input.shape)}, as the input")
 
 
+def _by_two(gate: torch.Tensor) -> torch.Tensor:
+    """A gate [m, h] or [b, s, h] as [b, s, h]."""
+    if gate.dim() > 3:
+        gate = as_rows("gate", gate, _MULTIPLE)
+    strides = [stride for stride, size in zip(gate.stride()[:-1], gate.shape, strict=False) if size > 1]
+    if gate.stride(-1) != 1 or any(stride * gate.element_size() % _ALIGNED for stride in strides):
+        raise ArgumentError("gate", f"strides {gate.stride()}", "rows of adjacent elements at multiples of 16 bytes")
+    return gate.unsqueeze(1) if gate.dim() == 2 else gate
+
+
 def _normalise(
     input: torch.Tensor,  # noqa: A002
     weight: torch.Tensor,
@@ -199,7 +212,7 @@ def _normalise(
     rows = check_rows(input, weight, eps)
     if gate is not None:
         check_like("gate", gate, input)
-        gate = as_rows("gate", gate, _MULTIPLE)
+        gate = _by_two(gate)
     result = output("out", out, tuple(input.shape), (input.dtype,), like=input)
     RMSNORM(
         Arguments(

@@ -1,8 +1,4 @@
-"""Layers of gated delta rules, as models of the kinds Qwen3-Next and Qwen3.5 have them, by jitfp4's kernels.
-
-transformers has a registry of such functions for the package ``kernels`` only. So a layer gets a class derived from the
-one that it has, as in glue.py.
-"""
+"""Layers of gated delta rules, as models of the kinds Qwen3-Next and Qwen3.5 have them, by jitfp4's kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
@@ -20,17 +17,16 @@ from jitfp4.families.gdn import (
     gated_delta_rule_decode,
     gated_delta_rule_decode_pretranspose,
 )
-from jitfp4.families.norm import gemma_rmsnorm, rmsnorm_gated
-from jitfp4.families.norm.kernels.rmsnorm import Problem as NormProblem
-from jitfp4.families.norm.plain import RMSNORM
+from jitfp4.families.norm import rmsnorm_gated, rmsnorm_linear
 from jitfp4.formats import DType
 from jitfp4.integrations.checkpoints import aligned
-from jitfp4.integrations.delta_rule import SILU, Shape, gated_norm, gates_of_prompts, is_normalised
-from jitfp4.integrations.layers import regular
-from jitfp4.integrations.transformers.glue import derived
+from jitfp4.integrations.delta_rule import SILU, Shape, by_part, gated_norm, gates_of_prompts, in_order
+from jitfp4.integrations.layers import Fp4Linear, regular
+from jitfp4.integrations.transformers.derived import become, plus
+from jitfp4.integrations.transformers.norms import GemmaNorm, joined, joined_product
+from jitfp4.weight import TILE_ROWS
 
 _FAMILIES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")  # what names of classes begin with
-_UNIT = 4  # elements that are brought into another order together
 
 
 def use_gated_delta_rule(model: nn.Module) -> int:
@@ -63,29 +59,8 @@ def fuse_delta_nets(model: nn.Module) -> int:
         count += kind is DeltaNet
         if not isinstance(module, kind):
             kind.prepare(module)
-            own: Any = type(module)
-            module.__class__ = derived(kind, own)
+            become(module, kind)
     return count
-
-
-class _Norm(nn.Module):
-    """RMSNorm whose weights are what is added to 1."""
-
-    weight: torch.Tensor
-    eps: float
-
-    @staticmethod
-    def fits(module: Any) -> bool:
-        return is_normalised(module.weight.shape[0])
-
-    @staticmethod
-    def prepare(module: Any) -> None:
-        module.weight = nn.Parameter(aligned(module.weight.data), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype not in HALVES or x.dtype != self.weight.dtype:
-            return super().forward(x)  # type: ignore[no-any-return]
-        return gemma_rmsnorm(regular(x.flatten(0, -2)), self.weight, self.eps).view(x.shape)
 
 
 class DeltaNet(nn.Module):
@@ -97,19 +72,19 @@ class DeltaNet(nn.Module):
     dt_bias: torch.Tensor
     A_log: torch.Tensor
     norm: Any
-    in_proj_qkvz: nn.Module  # these two, or the next four
-    in_proj_ba: nn.Module
+    in_proj_qkvz: nn.Module  # this one, or the next two
     in_proj_qkv: nn.Module
     in_proj_z: nn.Module
-    in_proj_b: nn.Module
-    in_proj_a: nn.Module
     out_proj: nn.Module
-    order: torch.Tensor
-    gate_order: torch.Tensor
+    gates: torch.Tensor  # rows of in_proj_ba, or of in_proj_b and in_proj_a: all of b, all of a
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return module.activation in SILU and DeltaNet.shape_of(module).served
+        found = [getattr(module, name) for name in ("in_proj_ba", "in_proj_b", "in_proj_a") if hasattr(module, name)]
+        mixed = getattr(module, "in_proj_qkvz", None)
+        known = mixed is None or isinstance(mixed, Fp4Linear) or type(mixed) is nn.Linear
+        plain = all(type(one) is nn.Linear and one.bias is None for one in found)
+        return known and plain and module.activation in SILU and DeltaNet.shape_of(module).served
 
     @staticmethod
     def shape_of(module: Any) -> Shape:
@@ -118,54 +93,88 @@ class DeltaNet(nn.Module):
 
     @staticmethod
     def prepare(module: Any) -> None:
-        """Gates' numbers become float32, weights of kernels aligned; finds where projections have what."""
+        """Gates' numbers become float32, weights of kernels aligned.
+
+        The rows of in_proj_qkvz are brought into the order of their use, but not in state dicts.
+        """
         module.shape = DeltaNet.shape_of(module)
         module.A_log = nn.Parameter(module.A_log.data.float(), requires_grad=False)
         for owner in (module.conv1d, module.norm):
             owner.weight = nn.Parameter(aligned(owner.weight.data), requires_grad=False)
         if not hasattr(module, "in_proj_qkvz"):
+            gates = torch.cat((module.in_proj_b.weight.data, module.in_proj_a.weight.data))
+            module.register_buffer("gates", gates, persistent=False)
             return
-        ratio, dim = module.num_v_heads // module.num_k_heads, module.head_v_dim
-        sizes = (module.head_k_dim, module.head_k_dim, ratio * dim, ratio * dim)
-        units = _by_part(module.num_k_heads, [size // _UNIT for size in sizes])
-        device = module.A_log.device
-        module.register_buffer("order", units.to(device), persistent=False)
-        module.register_buffer("gate_order", _by_part(module.num_k_heads, [ratio, ratio]).to(device), persistent=False)
+        ratio = module.num_v_heads // module.num_k_heads
+        order = by_part(module.num_k_heads, (ratio, ratio)).to(module.A_log.device)
+        module.register_buffer("gates", module.in_proj_ba.weight.data[order], persistent=False)
+        _use_order(module.in_proj_qkvz, DeltaNet.order_of(module.shape))
+        module.register_state_dict_post_hook(_in_old_order)
+        module.register_load_state_dict_pre_hook(_in_new_order)
+
+    @staticmethod
+    def order_of(shape: Shape) -> torch.Tensor:
+        """For each row of in_proj_qkvz, where it was."""
+        return by_part(shape.heads, shape.of_a_head)
+
+    def fix_query_key_value_ordering(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As the parent's, of this order of rows."""
+        shape = self.shape
+        ratio = shape.value_heads // shape.heads
+        *qkv, z = mixed.split((*shape.sizes, shape.sizes[-1]), -1)
+        b, a = gates.unflatten(-1, (shape.heads, 2 * ratio)).split(ratio, -1)
+        heads = shape.split(torch.cat(qkv, -1))
+        return *heads, z.unflatten(-1, heads[2].shape[-2:]), b.flatten(-2), a.flatten(-2)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         cache_params: Any = None,
         attention_mask: torch.Tensor | None = None,
+        norm: Any = None,
+        residual: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As the parent's."""
+        """As the parent's; with ``norm``, of rows before it; ``residual`` is added to the result."""
         dtype = hidden_states.dtype
         if dtype not in HALVES or dtype != self.conv1d.weight.dtype or kwargs.get("cu_seq_lens_q") is not None:
             given = {"cache_params": cache_params, "attention_mask": attention_mask}
-            return super().forward(hidden_states, **given, **kwargs)  # type: ignore[no-any-return]
-        if attention_mask is not None:
-            hidden_states = (hidden_states * attention_mask[:, :, None]).to(dtype)
+            normed = hidden_states if norm is None else norm(hidden_states)
+            out = super().forward(normed, **given, **kwargs)
+            return out if residual is None else residual + out  # type: ignore[no-any-return]
         layer: Any = None if cache_params is None else cache_params.layers[self.layer_idx]
         continued = layer is not None and bool(layer.has_previous_state[0])
-        mixed, z, b, a = self._project(hidden_states)
+        mixed, z, b, a = self._project(*self._normed(hidden_states, attention_mask, norm))
         if continued and mixed.shape[1] == 1 and not layer.record_past:
             out = self._token(layer, mixed, b, a)
         else:
             out = self._prompt(layer, layer.recurrent_states[0] if continued else None, mixed, b, a)
-        rows = z.unflatten(-1, (-1, self.shape.value_dim)).flatten(0, -2)
-        out = rmsnorm_gated(out.view_as(rows), rows, self.norm.weight, self.norm.variance_epsilon)
-        return self.out_proj(out.view(*mixed.shape[:2], -1))  # type: ignore[no-any-return]
+        gate = z.flatten(0, 1).unflatten(-1, (-1, self.shape.value_dim))
+        out = rmsnorm_gated(out.view(gate.shape), gate, self.norm.weight, self.norm.variance_epsilon)
+        return plus(self.out_proj, out.view(*mixed.shape[:2], -1), residual)
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _normed(
+        self, x: torch.Tensor, attention_mask: torch.Tensor | None, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is projected, and its products with ``gates``."""
+        rows = regular(x.flatten(0, 1))
+        if attention_mask is None and (own := joined(norm, rows, self.gates)) is not None:
+            gates = x.new_empty(*x.shape[:-1], self.gates.shape[0])
+            normed, _ = rmsnorm_linear(
+                rows, own.weight, self.gates, own.eps, weight_bias=own.weight_bias, product=gates.flatten(0, 1)
+            )
+            return normed.view(x.shape), gates
+        x = x if norm is None else norm(x)
+        if attention_mask is not None:
+            x = (x * attention_mask[:, :, None]).to(x.dtype)
+        return x, functional.linear(x, self.gates)
+
+    def _project(self, x: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values side by side, the output's gate, and b and a, the rule's."""
+        b, a = gates.chunk(2, -1)
         if not hasattr(self, "in_proj_qkvz"):
-            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
-        units = self.in_proj_qkvz(x).view(torch.int64).index_select(-1, self.order)
-        gates = self.in_proj_ba(x).index_select(-1, self.gate_order)
-        *_, values = self.shape.sizes
-        mixed, z = units.view(x.dtype).tensor_split((-values,), -1)
-        return mixed, z, *gates.chunk(2, -1)
+            return self.in_proj_qkv(x), self.in_proj_z(x), b, a
+        return *self.in_proj_qkvz(x).tensor_split((-self.shape.sizes[-1],), -1), b, a
 
     def _token(self, layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """The next token of each sequence; the states of the cache's layer are updated in place."""
@@ -221,24 +230,46 @@ def _by_token(layer: Any) -> torch.Tensor:
     return states  # type: ignore[no-any-return]
 
 
-def _by_part(heads: int, sizes: list[int]) -> torch.Tensor:
-    """Where each element is, when all heads' first parts come first: from heads of parts of ``sizes``."""
-    places = torch.arange(heads * sum(sizes)).view(heads, -1).split(sizes, -1)
-    return torch.cat([part.flatten() for part in places])
+def _use_order(layer: Any, rows: torch.Tensor) -> None:
+    """Bring the rows of a layer into another order."""
+    if isinstance(layer, Fp4Linear):
+        in_fp8 = layer.in_fp8
+        layer.assign(in_order(layer.prepared, rows), layer.alpha)
+        if in_fp8:
+            layer.multiply_in_fp8()
+    else:
+        layer.weight = nn.Parameter(layer.weight.data[rows.to(layer.weight.device)], requires_grad=False)
+
+
+def _in_old_order(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    _reorder(module, state, prefix, DeltaNet.order_of(module.shape).argsort())
+
+
+def _in_new_order(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    _reorder(module, state, prefix, DeltaNet.order_of(module.shape))
+
+
+def _reorder(module: Any, state: dict[str, Any], prefix: str, rows: torch.Tensor) -> None:
+    """Bring the rows of in_proj_qkvz in a state dict into another order."""
+    tiles = rows[::TILE_ROWS] // TILE_ROWS
+    for kind in ("weight", "weight_row_scale"):
+        name = f"{prefix}in_proj_qkvz.{kind}"
+        if name in state:
+            is_tiled = kind == "weight" and isinstance(module.in_proj_qkvz, Fp4Linear)
+            state[name] = state[name][(tiles if is_tiled else rows).to(state[name].device)]
 
 
 def needed(
-    module: nn.Module, dtype: torch.dtype, heads: int, requests: int, max_tokens: int
+    module: nn.Module, dtype: torch.dtype, requests: int, max_tokens: int
 ) -> Iterator[tuple[Any, Any, str, int]]:
-    """What load_growing() needs for a module that use_gated_delta_rule() changed; ``heads`` of norms for a token."""
-    kind = HALVES[dtype]
-    if isinstance(module, _Norm):
-        yield RMSNORM, NormProblem(kind, False, False, 1, module.weight.shape[0]), "m", heads * max_tokens
+    """What load_growing() needs for a layer of a gated delta rule that use_gated_delta_rule() changed."""
     if not isinstance(module, DeltaNet):
         return
+    kind, (rows, hidden) = HALVES[dtype], module.gates.shape
+    yield from joined_product(kind, kind, hidden, rows, max_tokens)
     yield from module.shape.needed(kind, DType.F32, requests, max_tokens)
     yield gated_norm(kind, module.shape.value_dim, module.shape.value_heads * max_tokens)
 
 
 _LAYERS = tuple(f"{family}GatedDeltaNet" for family in _FAMILIES)
-_KINDS: dict[str, Any] = dict.fromkeys(_LAYERS, DeltaNet) | {f"{family}RMSNorm": _Norm for family in _FAMILIES}
+_KINDS: dict[str, Any] = dict.fromkeys(_LAYERS, DeltaNet) | {f"{family}RMSNorm": GemmaNorm for family in _FAMILIES}

@@ -27,7 +27,12 @@ from jitfp4.integrations.transformers.glue import fuse_glue
 
 # Layers that are too small, or whose outputs decide too much: they choose experts, or are exponents of decays.
 KEPT = ("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
-_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 _ONE_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj")
 _FP4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 

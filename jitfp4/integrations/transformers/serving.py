@@ -44,13 +44,14 @@ def load_kernels(model: Any, *, requests: int, max_cache_len: int, max_tokens: i
             if module.in_fp8:
                 load_fp8_products(module.multiplied, dtype, max_tokens)
         elif isinstance(module, ExpertsModule):
-            load_experts(module.experts, dtype, slots, max_tokens)
+            taken = slots + module.appended
+            load_experts(module.experts, dtype, taken, max_tokens)
             if module.in_fp8:
-                least = least_tokens(module.shape.experts, slots)
-                load_fp8_experts(module.experts, dtype, slots, least, max_tokens)
+                least = least_tokens(module.shape.experts, taken)
+                load_fp8_experts(module.experts, dtype, taken, least, max_tokens)
         for glue in needed(module, config, dtype, max_tokens):
             load_growing(*glue, like=next(module.parameters()))
-        for hybrid in needed_by_delta_nets(module, dtype, config.num_attention_heads, requests, max_tokens):
+        for hybrid in needed_by_delta_nets(module, dtype, requests, max_tokens):
             load_growing(*hybrid, like=next(module.parameters()))
     if config._attn_implementation != NAME:
         return

@@ -8,6 +8,7 @@ from typing import Any
 from jitfp4.arch import Arch, names_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.arguments import DownArguments, ResultArguments
+from jitfp4.families.experts.parameters import RESIDUAL, RESIDUAL_STRIDE, bind_residual
 from jitfp4.families.experts.problem import Problem
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.formats import DType
@@ -90,7 +91,7 @@ def _bind(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
         "slots": plan.problem.slots,
         "n": plan.problem.n,
         "out_stride": arguments.out.stride(0),
-    }
+    } | bind_residual(arguments)
 
 
 COMBINE = Kernel(
@@ -102,12 +103,14 @@ COMBINE = Kernel(
         Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
         Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
         Ptr("out", "In", "[tokens, n]"),
+        RESIDUAL,
         I64("id_bytes", "4 or 8"),
         I64("ids_end", "ids are below it, or skipped"),
         I64("experts"),
         I64("slots", "of a token"),
         I64("n", "columns, a multiple of 32"),
         I64("out_stride", "elements"),
+        RESIDUAL_STRIDE,
     ),
     tactics=(CombineTactic(128), CombineTactic(256)),
     rejects=rejects,

@@ -9,7 +9,17 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.arguments import DownArguments
-from jitfp4.families.experts.parameters import IDS, MATRIX, ROUTING, WEIGHT, bind_down, bind_routing
+from jitfp4.families.experts.parameters import (
+    IDS,
+    MATRIX,
+    RESIDUAL,
+    RESIDUAL_STRIDE,
+    ROUTING,
+    WEIGHT,
+    bind_down,
+    bind_residual,
+    bind_routing,
+)
 from jitfp4.families.experts.problem import Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -101,7 +111,7 @@ def _bind(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
         "out": arguments.out,
         "out_stride": arguments.out.stride(0),
     }
-    return own | bind_down(arguments) | bind_routing(arguments, plan)
+    return own | bind_down(arguments) | bind_routing(arguments, plan) | bind_residual(arguments)
 
 
 _CUTS = (  # blocks of a warp, warps, stages, CTAs of an SM
@@ -134,9 +144,11 @@ FEW_DOWN = Kernel(
         Ptr("weights", "const float", "[tokens, slots], factors of results; null: 1"),
         *IDS,
         Ptr("out", "In", "[tokens, n]"),
+        RESIDUAL,
         *ROUTING,
         *MATRIX,
         I64("out_stride", "elements"),
+        RESIDUAL_STRIDE,
     ),
     tactics=FEW_TACTICS,
     rejects=rejects,

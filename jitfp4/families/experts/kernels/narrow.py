@@ -9,7 +9,17 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.arguments import DownArguments, UpArguments
-from jitfp4.families.experts.parameters import IDS, MATRIX, ROUTING, SWIGLU, WEIGHT, bind_rows_down, bind_rows_up
+from jitfp4.families.experts.parameters import (
+    IDS,
+    MATRIX,
+    RESIDUAL,
+    RESIDUAL_STRIDE,
+    ROUTING,
+    SWIGLU,
+    WEIGHT,
+    bind_rows_down,
+    bind_rows_up,
+)
 from jitfp4.families.experts.problem import COUNTER_ROWS, Problem, Product
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -244,11 +254,13 @@ NARROW_DOWN = Kernel(
         Ptr("y", "In", "[tokens * slots, n]"),
         Ptr("done", "int32", "[tokens, gridDim.y, gridDim.x], zero"),
         Ptr("out", "In", "[tokens, n]"),
+        RESIDUAL,
         *ROUTING,
         _PARTS,
         *MATRIX,
         I64("x_stride", "elements, as all strides"),
         I64("out_stride"),
+        RESIDUAL_STRIDE,
     ),
     tactics=NARROW_TACTICS,
     rejects=rejects,

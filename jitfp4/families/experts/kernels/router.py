@@ -107,8 +107,6 @@ def _bind(arguments: RouterArguments, plan: Plan) -> dict[str, Any]:
         "logit_bias_type": 0 if logit_bias is None else list(FLOATS).index(logit_bias.dtype),
         "logits_stride": 0 if logits is None else logits.stride(0),
         **bind_choice(arguments, plan.problem.experts),
-        "top_k": arguments.out_ids.shape[1] - arguments.shared,
-        "shared": int(arguments.shared),
     }
 
 
@@ -125,7 +123,6 @@ ROUTER = Kernel(
         I64("hidden", "a multiple of 8"),
         I64("logit_bias_type", "as bias_type"),
         I64("logits_stride", "elements"),
-        I64("shared", "0 or 1: whether the last row of the weight is that of an expert which all tokens have"),
         *CHOICE,
     ),
     tactics=tuple(RouterTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256, 512))),

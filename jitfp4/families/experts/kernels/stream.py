@@ -6,7 +6,17 @@ from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.experts.parameters import IDS, MATRIX, ROUTING, SWIGLU, WEIGHT, bind_rows_down, bind_rows_up
+from jitfp4.families.experts.parameters import (
+    IDS,
+    MATRIX,
+    RESIDUAL,
+    RESIDUAL_STRIDE,
+    ROUTING,
+    SWIGLU,
+    WEIGHT,
+    bind_rows_down,
+    bind_rows_up,
+)
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.families.experts.weights import MOST_EXPERTS
 from jitfp4.formats import BlockFormat, DType
@@ -173,10 +183,12 @@ STREAM_DOWN = Kernel(
         Ptr("y", "In", "[tokens * slots, n]"),
         Ptr("done", "int32", "[tokens, tiles of kRows rows], zero"),
         Ptr("out", "In", "[tokens, n]"),
+        RESIDUAL,
         *ROUTING,
         *MATRIX,
         I64("x_stride", "elements, as all strides"),
         I64("out_stride"),
+        RESIDUAL_STRIDE,
     ),
     tactics=STREAM_TACTICS,
     rejects=rejects,

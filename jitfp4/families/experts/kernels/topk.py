@@ -61,8 +61,8 @@ def _geometry(problem: TopkProblem, tactic: TopkTactic, _arch: Arch) -> Geometry
 
 CHOICE = (
     Ptr("bias", "const void", "[experts] of bias_type; null: none"),
-    Ptr("out_ids", "int32", "[tokens, top_k]"),
-    Ptr("out_weights", "Weight", "[tokens, top_k]"),
+    Ptr("out_ids", "int32", "[tokens, top_k + shared]"),
+    Ptr("out_weights", "Weight", "[tokens, top_k + shared]"),
     I64("bias_type", "0 float, 1 bf16, 2 f16"),
     I64("tokens"),
     I64("experts"),
@@ -70,6 +70,7 @@ CHOICE = (
     I64("renormalize", "0 or 1"),
     I64("groups", "1: none"),
     I64("topk_groups"),
+    I64("shared", "0 or 1: whether the last logit is that of an expert which all tokens have"),
     F32("scale"),
 )
 """The parameters of a choice, behind those of the logits."""
@@ -85,24 +86,25 @@ def bind_choice(arguments: TopkArguments | RouterArguments, experts: int) -> dic
         "bias_type": 0 if bias is None else list(FLOATS).index(bias.dtype),
         "tokens": ids.shape[0],
         "experts": experts,
-        "top_k": ids.shape[1],
+        "top_k": ids.shape[1] - arguments.shared,
         "renormalize": int(arguments.renormalize),
         "groups": arguments.groups,
         "topk_groups": arguments.topk_groups,
+        "shared": int(arguments.shared),
         "scale": arguments.scale,
     }
 
 
-def _bind(arguments: TopkArguments, _plan: Plan) -> dict[str, Any]:
+def _bind(arguments: TopkArguments, plan: Plan) -> dict[str, Any]:
     logits = arguments.logits
-    return {"logits": logits, "logits_stride": logits.stride(0), **bind_choice(arguments, logits.shape[1])}
+    return {"logits": logits, "logits_stride": logits.stride(0), **bind_choice(arguments, plan.problem.experts)}
 
 
 TOPK = Kernel(
     name="experts/topk",
     spec=TopkSpec,
     params=(
-        Ptr("logits", "const Logit", "[tokens, experts]"),
+        Ptr("logits", "const Logit", "[tokens, experts + shared]"),
         I64("logits_stride", "elements"),
         *CHOICE,
     ),

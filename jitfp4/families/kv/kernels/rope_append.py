@@ -59,6 +59,7 @@ class Arguments(NamedTuple):
     k_factor: float
     v_factor: float
     eps: float
+    weight_bias: float
     is_neox: bool
     interleaved: int
     enable_pdl: bool | None
@@ -186,6 +187,7 @@ def _bind(arguments: Arguments, _: Plan) -> dict[str, Any]:
         "k_factor": arguments.k_factor,
         "v_factor": arguments.v_factor,
         "eps": arguments.eps,
+        "weight_bias": arguments.weight_bias,
     }
 
 
@@ -233,6 +235,7 @@ KERNEL = Kernel(
         F32("k_factor"),
         F32("v_factor"),
         F32("eps"),
+        F32("weight_bias", "of both norms"),
     ),
     tactics=TACTICS,
     rejects=rejects,

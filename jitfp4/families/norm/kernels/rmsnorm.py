@@ -22,7 +22,10 @@ from jitfp4.spec import F32, I64, WARP, Geometry, KernelSpec, Ptr
 
 
 class Arguments(NamedTuple):
-    """Rows [m, h]: ``input``, or None where ``out`` holds it and is overwritten; ``residual`` and ``gate``, or None."""
+    """Rows [m, h]: ``input``, or None where ``out`` holds it and is overwritten; ``residual`` or None.
+
+    ``gate`` [b, s, h], b * s = m, with any strides of b and s, or None.
+    """
 
     input: torch.Tensor | None
     residual: Written | None
@@ -132,7 +135,9 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "m": plan.problem.m,
         "h": plan.problem.h,
         "x_stride": x.stride(0),
-        "gate_stride": 0 if gate is None else gate.stride(0),
+        "gate_rows": 1 if gate is None else gate.shape[1],
+        "gate_stride": 0 if gate is None else gate.stride(1),
+        "gate_outer_stride": 0 if gate is None else gate.stride(0),
         "row_threads": row_threads(plan.problem.h, plan.spec.units, plan.spec.warps),
         "eps": arguments.eps,
         "weight_bias": arguments.weight_bias,
@@ -146,12 +151,14 @@ KERNEL = Kernel(
         Ptr("x", "const In", "[m, h]"),
         Ptr("residual", "In", "[m, h], updated in place; null without an addition"),
         Ptr("weight", "const In", "[h]"),
-        Ptr("gate", "const In", "[m, h]; null without a gate"),
+        Ptr("gate", "const In", "[m / gate_rows, gate_rows, h]; null without a gate"),
         Ptr("y", "In", "[m, h]; may be x"),
         I64("m"),
         I64("h"),
         I64("x_stride", "elements"),
+        I64("gate_rows"),
         I64("gate_stride"),
+        I64("gate_outer_stride"),
         I64("row_threads"),
         F32("eps"),
         F32("weight_bias"),

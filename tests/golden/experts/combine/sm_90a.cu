@@ -2,7 +2,7 @@
 // spec: {"dtype":"bf16","threads":128}
 //
 // out [tokens, n] = for each token the sum over its slots, in their order, of weight times y. A token of which every
-// slot is skipped becomes zeros. A thread has four columns of a token.
+// slot is skipped becomes zeros. The residual is added. A thread has four columns of a token.
 // Grid: x over tokens, y over columns.
 
 // ---- partials/arch ---------------------------------------------------------
@@ -323,12 +323,14 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- experts/slot_sum ------------------------------------------------------
-// The results of a token's slots, weighted and added up in the order of the slots.
+// The results of a token's slots, weighted and added up in the order of the slots, and the residual.
 template <typename T> struct SlotSum {
   const T*     y;        // [tokens, slots, n]
   const float* weights;  // [tokens, slots]; null: 1
   int64 n;
   int   slots;
+  const T* residual;  // [tokens, n]; null: none
+  int64 residual_stride;
 
   // Columns from `at` on, four or eight, of the slots that `taken` has a bit for.
   template <int kColumns>
@@ -356,6 +358,11 @@ template <typename T> struct SlotSum {
         }
       }
     }
+    if (residual == nullptr) return;
+    uint32 r[kColumns / 2];
+    ld_halves<kColumns>(residual + token * residual_stride + at, r);
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) sum[i] += low<T>(r[i / 2]), sum[i + 1] += high<T>(r[i / 2]);
   }
   __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
     float sum[4];
@@ -375,13 +382,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_combine(
     const uint8* __restrict__ ids,         // [tokens, slots] of id_bytes bytes
     const int32* __restrict__ expert_map,  // [ids_end]; null: the identity
     In* __restrict__ out,                  // [tokens, n]
+    const In* __restrict__ residual,       // [tokens, n], added to the sums; null: none
     int64 id_bytes,                        // 4 or 8
     int64 ids_end,                         // ids are below it, or skipped
     int64 experts,
     int64 slots,                           // of a token
     int64 n,                               // columns, a multiple of 32
-    int64 out_stride                       // elements
-
+    int64 out_stride,                      // elements
+    int64 residual_stride
 ) {
   if constexpr (kHasPdl) {
     ptx::griddep_launch();
@@ -393,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_combine(
   const bool    is_taken = lane < slots && routing.expert(routing.id(token * slots + lane)) >= 0;
   const uint32  taken    = __ballot_sync(0xFFFFFFFFu, is_taken);
   if (at >= n) return;
-  const SlotSum<In> total{y, weights, n, int(slots)};
+  const SlotSum<In> total{y, weights, n, int(slots), residual, residual_stride};
   float v[8];
   total.columns(v, token, taken, at);
   ptx::st(out + token * out_stride + at, make_uint4(to_pair<In>(v[0], v[1]), to_pair<In>(v[2], v[3]),

@@ -836,6 +836,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
     const uint8* __restrict__ ids,         // [tokens, slots] of id_bytes bytes
     const int32* __restrict__ expert_map,  // [ids_end]; null: the identity
     In* __restrict__ out,                  // [tokens, n]
+    const In* __restrict__ residual,       // [tokens, n], added to the sums; null: none
     int64 id_bytes,                        // 4 or 8
     int64 ids_end,                         // ids are below it, or skipped
     int64 experts,
@@ -843,8 +844,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
     int64 slots,
     int64 n,                               // rows of the weight
     int64 k,                               // columns, a multiple of 32
-    int64 out_stride                       // elements
-
+    int64 out_stride,                      // elements
+    int64 residual_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
@@ -974,6 +975,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_few_dow
       const float  w  = s.factor[column];
       sum = {fmaf(w, low<In>(lo), sum.x), fmaf(w, high<In>(lo), sum.y), fmaf(w, low<In>(hi), sum.z),
              fmaf(w, high<In>(hi), sum.w)};
+    }
+    if (residual != nullptr) {
+      uint32 r[2];
+      ld_halves<4>(residual + token * residual_stride + row + 4 * quad, r);
+      sum = add(sum, {low<In>(r[0]), high<In>(r[0]), low<In>(r[1]), high<In>(r[1])});
     }
     store(out + token * out_stride + row + 4 * quad, sum);
   }

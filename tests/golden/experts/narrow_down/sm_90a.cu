@@ -846,12 +846,14 @@ template <typename T> __device__ __forceinline__ void store(T* to, float4 v) {
 }
 
 // ---- experts/slot_sum ------------------------------------------------------
-// The results of a token's slots, weighted and added up in the order of the slots.
+// The results of a token's slots, weighted and added up in the order of the slots, and the residual.
 template <typename T> struct SlotSum {
   const T*     y;        // [tokens, slots, n]
   const float* weights;  // [tokens, slots]; null: 1
   int64 n;
   int   slots;
+  const T* residual;  // [tokens, n]; null: none
+  int64 residual_stride;
 
   // Columns from `at` on, four or eight, of the slots that `taken` has a bit for.
   template <int kColumns>
@@ -879,6 +881,11 @@ template <typename T> struct SlotSum {
         }
       }
     }
+    if (residual == nullptr) return;
+    uint32 r[kColumns / 2];
+    ld_halves<kColumns>(residual + token * residual_stride + at, r);
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) sum[i] += low<T>(r[i / 2]), sum[i + 1] += high<T>(r[i / 2]);
   }
   __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
     float sum[4];
@@ -894,17 +901,15 @@ template <typename T> struct SlotSum {
 //   every CTA of a token     store y -> barrier -> fence -> add 1 to the token's counter for these rows of the weight
 //   the one that counts all  -> fence -> barrier -> load y of every slot -> store out
 template <typename In, int kRows, int kThreads> struct Finish {
-  const In*    y;
-  const float* weights;  // null: 1
+  SlotSum<In> sum;
   In*   out;
-  int64 n, out_stride;
-  int   slots;
+  int64 out_stride;
 
   template <class Rows>
   __device__ __forceinline__ void count(Rows& of, int32* done, int rows, int thread, int share, int shares) const {
     __syncthreads();
     if (thread < rows) {
-      const int64 token = of.assignment[thread] / slots;
+      const int64 token = of.assignment[thread] / sum.slots;
       __threadfence();
       const int32 before = atomicAdd(&done[(token * gridDim.y + blockIdx.y) * shares + share], 1);
       __threadfence();
@@ -920,23 +925,23 @@ template <typename In, int kRows, int kThreads> struct Finish {
       const int64  token = of.finished[i / quads];
       const uint32 taken = of.taken[i / quads];
       const int    inside = (i % quads * shares + share) * 4, at = first_row + inside;
-      if (token < 0 || inside >= kRows || at >= n) continue;
-      const float4 sum = SlotSum<In>{y, weights, n, slots}.quad(token, taken, at);
-      store(out + token * out_stride + at, sum);
+      if (token < 0 || inside >= kRows || at >= sum.n) continue;
+      store(out + token * out_stride + at, sum.quad(token, taken, at));
     }
   }
 };
 
-// Zeros for tokens of which every slot is skipped; the CTAs with the same rows of the weight divide the tokens.
+// Nothing, or the residual, for tokens of which every slot is skipped; the CTAs with the same rows of the weight divide
+// the tokens.
 template <int kRows, int kWarps, typename In>
-__device__ __forceinline__ void zero_tokens(const Routing& routing, In* out, int tokens, int slots, int n,
+__device__ __forceinline__ void skip_tokens(const Routing& routing, const SlotSum<In>& sum, In* out, int tokens,
                                             int64 out_stride, int first_row, int warp, int lane) {
   if (blockIdx.x != 0) return;
   for (int token = blockIdx.z + warp * gridDim.z; token < tokens; token += kWarps * gridDim.z) {
-    const bool is_taken = lane < slots && routing.expert(routing.id(int64(token) * slots + lane)) >= 0;
+    const bool is_taken = lane < sum.slots && routing.expert(routing.id(int64(token) * sum.slots + lane)) >= 0;
     if (__any_sync(0xFFFFFFFFu, is_taken)) continue;
-    for (int at = first_row + lane * 4; at < min(first_row + kRows, n); at += kWarp * 4) {
-      store(out + token * out_stride + at, {});
+    for (int at = first_row + lane * 4; at < min(first_row + kRows, int(sum.n)); at += kWarp * 4) {
+      store(out + token * out_stride + at, sum.quad(token, 0, at));
     }
   }
 }
@@ -1077,6 +1082,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_narrow_
     In* __restrict__ y,                    // [tokens * slots, n]
     int32* __restrict__ done,              // [tokens, gridDim.y, gridDim.x], zero
     In* __restrict__ out,                  // [tokens, n]
+    const In* __restrict__ residual,       // [tokens, n], added to the sums; null: none
     int64 id_bytes,                        // 4 or 8
     int64 ids_end,                         // ids are below it, or skipped
     int64 experts,
@@ -1086,7 +1092,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_narrow_
     int64 n,                               // rows of the weight
     int64 k,                               // columns, a multiple of 32
     int64 x_stride,                        // elements, as all strides
-    int64 out_stride
+    int64 out_stride,
+    int64 residual_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
@@ -1133,7 +1140,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_narrow_
     if (has_rows && i < turns) pieces.load(stages[i], tile + i * (kGroups * Piece::kTileBytes), &full[i], lane);
   }
   tile += (kStages - 1) * (kGroups * Piece::kTileBytes);
-  zero_tokens<kRows, kWarps>(routing, out, int(tokens), int(slots), int(n), out_stride, first_row, warp, lane);
+  const SlotSum<In> total = {y, weights, n, int(slots), residual, residual_stride};
+  skip_tokens<kRows, kWarps>(routing, total, out, int(tokens), out_stride, first_row, warp, lane);
   if (is_idle) {
     if constexpr (kHasPdl && kDown) ptx::griddep_wait();
     return;
@@ -1204,7 +1212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_narrow_
     if (at >= kRows || first_row + at >= n) continue;
     store(y + s.rows.assignment[column] * n + first_row + at, results.of_sums(&s.sums.rows[0][column][at], at));
   }
-  const Finish<In, kRows, kThreads> finish = {y, weights, out, n, out_stride, int(slots)};
+  const Finish<In, kRows, kThreads> finish = {total, out, out_stride};
   finish.count(s.rows, done, rows, thread, share, shares);
   finish.add_up(s.rows, rows, first_row, thread, quads, share, shares);
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it

@@ -301,6 +301,13 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/store_float --------------------------------------------------
+// Stores a float, rounded where T has 16 bits.
+template <typename T> __device__ __forceinline__ void store_float(T* p, float v) {
+  if constexpr (sizeof(T) == 4) *p = v;
+  else p->bits = uint16(to_pair<T>(v, 0.0f));
+}
+
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
 // then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
@@ -335,10 +342,6 @@ constexpr int32  kNone = 0x7FFFFFFF;
 template <typename T> __device__ __forceinline__ float load(const T* p) {
   if constexpr (sizeof(T) == 4) return ptx::ld_f32(p);
   else return low<T>(ptx::ld<uint16>(p));
-}
-template <typename T> __device__ __forceinline__ void store(T* p, float v) {
-  if constexpr (sizeof(T) == 4) *p = v;
-  else p->bits = uint16(to_pair<T>(v, 0.0f));
 }
 // A lane's elements of a row of `experts`; behind its end the last again.
 template <int N, typename T>
@@ -655,10 +658,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     int64 hidden,                         // a multiple of 8
     int64 logit_bias_type,                // as bias_type
     int64 logits_stride,                  // elements
-    int64 shared,                         // 0 or 1: whether the last row of the weight is that of an expert which all tokens have
     const void* __restrict__ bias,        // [experts] of bias_type; null: none
-    int32* __restrict__ out_ids,          // [tokens, top_k]
-    Weight* __restrict__ out_weights,     // [tokens, top_k]
+    int32* __restrict__ out_ids,          // [tokens, top_k + shared]
+    Weight* __restrict__ out_weights,     // [tokens, top_k + shared]
     int64 bias_type,                      // 0 float, 1 bf16, 2 f16
     int64 tokens,
     int64 experts,
@@ -666,6 +668,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     int64 renormalize,                    // 0 or 1
     int64 groups,                         // 1: none
     int64 topk_groups,
+    int64 shared,                         // 0 or 1: whether the last logit is that of an expert which all tokens have
     float scale) {
   __shared__ alignas(16) uint64 room[kChoices][kWarp];
   __shared__ float sums[2][kWarps][kSums];  // of warps: those of the next tokens follow while these are added up
@@ -686,7 +689,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     if (lane >= slots) return;
     if (lane == top_k) chosen = {int32(experts), gate(own + experts) * scale};
     out_ids[token * slots + lane] = chosen.id;
-    store(out_weights + token * slots + lane, chosen.weight);
+    store_float(out_weights + token * slots + lane, chosen.weight);
     return;
   }
 
@@ -736,6 +739,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_router(
     for (int w = 1; w < kWarps; ++w) logit += sums[set][w][thread];
     logit = rounded(logit + shift[0]);
     ptx::st_relaxed(words + token * columns + row, to_word(logit));
-    if (logits != nullptr) store(logits + token * logits_stride + row, logit);
+    if (logits != nullptr) store_float(logits + token * logits_stride + row, logit);
   }
 }

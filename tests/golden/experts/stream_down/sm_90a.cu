@@ -845,12 +845,14 @@ template <typename T> __device__ __forceinline__ void store(T* to, float4 v) {
 }
 
 // ---- experts/slot_sum ------------------------------------------------------
-// The results of a token's slots, weighted and added up in the order of the slots.
+// The results of a token's slots, weighted and added up in the order of the slots, and the residual.
 template <typename T> struct SlotSum {
   const T*     y;        // [tokens, slots, n]
   const float* weights;  // [tokens, slots]; null: 1
   int64 n;
   int   slots;
+  const T* residual;  // [tokens, n]; null: none
+  int64 residual_stride;
 
   // Columns from `at` on, four or eight, of the slots that `taken` has a bit for.
   template <int kColumns>
@@ -878,6 +880,11 @@ template <typename T> struct SlotSum {
         }
       }
     }
+    if (residual == nullptr) return;
+    uint32 r[kColumns / 2];
+    ld_halves<kColumns>(residual + token * residual_stride + at, r);
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) sum[i] += low<T>(r[i / 2]), sum[i + 1] += high<T>(r[i / 2]);
   }
   __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
     float sum[4];
@@ -972,6 +979,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_stream_
     In* __restrict__ y,                    // [tokens * slots, n]
     int32* __restrict__ done,              // [tokens, tiles of kRows rows], zero
     In* __restrict__ out,                  // [tokens, n]
+    const In* __restrict__ residual,       // [tokens, n], added to the sums; null: none
     int64 id_bytes,                        // 4 or 8
     int64 ids_end,                         // ids are below it, or skipped
     int64 experts,
@@ -980,7 +988,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_stream_
     int64 n,                               // rows of the weight
     int64 k,                               // columns, a multiple of 32
     int64 x_stride,                        // elements, as all strides
-    int64 out_stride
+    int64 out_stride,
+    int64 residual_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
@@ -1112,7 +1121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_stream_
 
   // Counts this CTA's results; those of a token that are complete are added up by the lanes of its warp.
   constexpr int kQuads = kRows / 4;
-  const SlotSum<In> total = {y, weights, n, int(slots)};
+  const SlotSum<In> total = {y, weights, n, int(slots), residual, residual_stride};
   __syncthreads();
   for (int first = warp * kWarp; first < work.units * kTileM; first += kThreads) {
     const int unit = int(blockIdx.x) + (first + lane) / kTileM * int(gridDim.x), row = lane % kTileM;
@@ -1144,6 +1153,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) experts_stream_
   }
   for (int token = int(blockIdx.x); token < tokens; token += int(gridDim.x)) {
     if (s.list.taken(token, int(slots)) != 0) continue;
-    for (int64 i = thread * 4; i < n; i += kThreads * 4) store(out + token * out_stride + i, {});
+    for (int64 i = thread * 4; i < n; i += kThreads * 4) store(out + token * out_stride + i, total.quad(token, 0, i));
   }
 }

@@ -1,7 +1,9 @@
 // experts_topk, generated from templates/experts/topk.cu.j2
 // spec: {"logits":"f32","method":"softmax","per_lane":2,"warps":4,"weights":"f32"}
 //
-// The experts of each token and their weights, from the logits of a router. A warp takes a token.
+// The experts of each token and their weights, from the logits of a router. A warp takes a token. There may be a logit
+// more than experts: that of an expert that all tokens have, whose weight is the sigmoid of it and whose number is behind
+// those of the others.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -266,6 +268,13 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/store_float --------------------------------------------------
+// Stores a float, rounded where T has 16 bits.
+template <typename T> __device__ __forceinline__ void store_float(T* p, float v) {
+  if constexpr (sizeof(T) == 4) *p = v;
+  else p->bits = uint16(to_pair<T>(v, 0.0f));
+}
+
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
 // then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
@@ -300,10 +309,6 @@ constexpr int32  kNone = 0x7FFFFFFF;
 template <typename T> __device__ __forceinline__ float load(const T* p) {
   if constexpr (sizeof(T) == 4) return ptx::ld_f32(p);
   else return low<T>(ptx::ld<uint16>(p));
-}
-template <typename T> __device__ __forceinline__ void store(T* p, float v) {
-  if constexpr (sizeof(T) == 4) *p = v;
-  else p->bits = uint16(to_pair<T>(v, 0.0f));
 }
 // A lane's elements of a row of `experts`; behind its end the last again.
 template <int N, typename T>
@@ -518,11 +523,11 @@ constexpr int    kWarps   = 4;
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
-    const Logit* __restrict__ logits,  // [tokens, experts]
+    const Logit* __restrict__ logits,  // [tokens, experts + shared]
     int64 logits_stride,               // elements
     const void* __restrict__ bias,     // [experts] of bias_type; null: none
-    int32* __restrict__ out_ids,       // [tokens, top_k]
-    Weight* __restrict__ out_weights,  // [tokens, top_k]
+    int32* __restrict__ out_ids,       // [tokens, top_k + shared]
+    Weight* __restrict__ out_weights,  // [tokens, top_k + shared]
     int64 bias_type,                   // 0 float, 1 bf16, 2 f16
     int64 tokens,
     int64 experts,
@@ -530,6 +535,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
     int64 renormalize,                 // 0 or 1
     int64 groups,                      // 1: none
     int64 topk_groups,
+    int64 shared,                      // 0 or 1: whether the last logit is that of an expert which all tokens have
     float scale) {
   if constexpr (kHasPdl) ptx::griddep_launch(), ptx::griddep_wait();
   const int   lane  = threadIdx.x % kWarp;
@@ -541,8 +547,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
   load_row(scores, logits + token * logits_stride, lane, int(experts));
   if (kMethod == Method::kSigmoid && bias != nullptr) load_bias(added, bias, Bias(bias_type), lane, int(experts));
   const Rules rules = {int(experts), int(top_k), int(groups), int(topk_groups), renormalize != 0, scale};
-  const Chosen chosen = Choice<kMethod, kPerLane>::of(scores, added, rules, lane, room[threadIdx.x / kWarp]);
-  if (lane >= int(top_k)) return;
-  out_ids[token * top_k + lane] = chosen.id;
-  store(out_weights + token * top_k + lane, chosen.weight);
+  Chosen chosen = Choice<kMethod, kPerLane>::of(scores, added, rules, lane, room[threadIdx.x / kWarp]);
+  const int slots = int(top_k + shared);
+  if (lane >= slots) return;
+  if (lane == top_k) chosen = {int32(experts), sigmoid(load(logits + token * logits_stride + experts)) * scale};
+  out_ids[token * slots + lane] = chosen.id;
+  store_float(out_weights + token * slots + lane, chosen.weight);
 }

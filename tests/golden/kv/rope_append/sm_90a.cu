@@ -815,7 +815,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv_rope_append(
     int64 wide_lists,                    // bit i: list i has entries of 8 bytes, not 4
     float k_factor,
     float v_factor,
-    float eps) {
+    float eps,
+    float weight_bias                    // of both norms
+) {
   const uint32 unit = threadIdx.x % kLanes, heads = uint32(q_heads + 2 * kv_heads);
   const uint32 own = (blockIdx.x * kThreads + threadIdx.x) / kLanes, rows = uint32(tokens) * heads;
   const uint32 row = min(own, rows - 1);  // threads without a row take the last one, and write nothing
@@ -843,6 +845,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv_rope_append(
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
     const Rstd rstd{float(kUnits * kUnit), 1.0f / float(kUnits * kUnit), eps};
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) by[i] += weight_bias;
     if (!is_value) scale<In>(u, f, rstd(sum), by);
   }
   const bool has = uint64(position) < uint64(max_position);

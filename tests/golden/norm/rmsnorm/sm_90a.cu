@@ -716,12 +716,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) norm_rmsnorm(
     const In* __restrict__ x,       // [m, h]
     In* __restrict__ residual,      // [m, h], updated in place; null without an addition
     const In* __restrict__ weight,  // [h]
-    const In* __restrict__ gate,    // [m, h]; null without a gate
+    const In* __restrict__ gate,    // [m / gate_rows, gate_rows, h]; null without a gate
     In* __restrict__ y,             // [m, h]; may be x
     int64 m,
     int64 h,
     int64 x_stride,                 // elements
+    int64 gate_rows,
     int64 gate_stride,
+    int64 gate_outer_stride,
     int64 row_threads,
     float eps,
     float weight_bias) {
@@ -729,6 +731,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) norm_rmsnorm(
   const uint32 thread = threadIdx.x, lane = thread % kWarp, lanes = kWarps > 1 ? kWarp : uint32(row_threads);
   const int64  row   = kWarps > 1 ? blockIdx.x : (int64(blockIdx.x) * kThreads + thread) / lanes;
   const uint32 units = row < m ? uint32(h) / kUnit : 0;  // a warp may have threads without a row
+  const int64  outer = uint32(row) / uint32(gate_rows), inner = uint32(row) % uint32(gate_rows);  // of the gate
   const uint32 first = kWarps > 1 ? thread / kWarp * (kUnits * kWarp) + lane : lane % lanes;
 
   Unit w[kUnits] = {}, x_units[kUnits] = {};
@@ -756,7 +759,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) norm_rmsnorm(
     float f[kUnit], by[kUnit];
     widen<In>(f, x_units[v]), widen<In>(by, w[v]);
     Unit z = {};
-    if constexpr (kGate) ptx::ld_unit(z, gate + row * gate_stride + unit * kUnit);
+    if constexpr (kGate) ptx::ld_unit(z, gate + outer * gate_outer_stride + inner * gate_stride + unit * kUnit);
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       f[i] = f[i] * rstd * (by[i] + weight_bias);

@@ -1,0 +1,680 @@
+// norm_linear, generated from templates/norm/linear.cu.j2
+// spec: {"eights":1,"in_dtype":"bf16","out_dtype":"bf16","steps":8,"warps":8}
+//
+// A few rows are normalised, y [m, h] = x * rstd * (weight + weight_bias), and multiplied by a matrix [n, h] of 16-bit
+// floats: product [m, n] = y * matrix^T + bias. Each CTA normalises all rows by itself, a warp a row, and keeps them in
+// shared memory; one of the CTAs stores a row. On the tensor cores the matrix is the left operand: a CTA has kBlock of
+// its rows, whose columns are divided among the warps, 64 at a time. It does not come from an earlier kernel, and is
+// loaded into registers before that has ended. Sums are float32: over a warp's columns, then over warps in order.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// A function for each instruction that several kernels use.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For memory that is read once: allocates no line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// For memory that is not read again soon: L2 evicts it first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/units --------------------------------------------------------
+// A unit is 16 neighbouring elements, which one thread normalises and quantizes. 32 units are a turn of a warp.
+constexpr int kUnit = 16, kTurn = kUnit * kWarp;
+
+using Unit = uint32[kUnit / 2];  // pairs
+
+// A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies write them in order, neighbouring lanes to
+// neighbouring vectors; a thread then reads the two vectors of its unit. Their offsets avoid bank conflicts in both
+// accesses: the two vectors of a unit are at addresses p and p ^ 16, and vector i + 32 is half a turn after vector i.
+constexpr int kTurnBytes = kTurn * 2;
+__device__ __forceinline__ uint32 vector_offset(uint32 i) { return (i ^ (i >> 3 & 1)) * 16; }
+
+__device__ __forceinline__ void load_unit(Unit& u, uint32 p) {
+  const uint4 lo = ptx::ld_shared(p), hi = ptx::ld_shared(p ^ 16);
+  u[0] = lo.x, u[1] = lo.y, u[2] = lo.z, u[3] = lo.w, u[4] = hi.x, u[5] = hi.y, u[6] = hi.z, u[7] = hi.w;
+}
+__device__ __forceinline__ void store_unit(uint32 p, const Unit& u) {
+  ptx::st_shared(p, {u[0], u[1], u[2], u[3]}), ptx::st_shared(p ^ 16, {u[4], u[5], u[6], u[7]});
+}
+
+namespace ptx {
+// Volatile, so that the compiler keeps the load after griddep_wait; coherent, because the thread may write the unit
+// later.
+__device__ __forceinline__ void ld_unit(Unit& u, const void* p) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(u[0]), "=r"(u[1]), "=r"(u[2]), "=r"(u[3]) : "l"(p));
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4 + 16];"
+               : "=r"(u[4]), "=r"(u[5]), "=r"(u[6]), "=r"(u[7]) : "l"(p));
+}
+__device__ __forceinline__ void st_16(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+__device__ __forceinline__ void st_8(void* p, uint2 v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y));
+}
+__device__ __forceinline__ void st_1(void* p, uint8 v) {
+  asm volatile("st.global.b8 [%0], %1;" ::"l"(p), "r"(uint32(v)));
+}
+}  // namespace ptx
+
+__device__ __forceinline__ void write_unit(void* p, const Unit& u) {
+  ptx::st_16(p, {u[0], u[1], u[2], u[3]}), ptx::st_16(static_cast<uint8*>(p) + 16, {u[4], u[5], u[6], u[7]});
+}
+
+template <typename T> __device__ __forceinline__ void widen(float (&to)[kUnit], const Unit& x) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) to[2 * i] = low<T>(x[i]), to[2 * i + 1] = high<T>(x[i]);
+}
+// round(x + y), the sums in float32.
+template <typename T> __device__ __forceinline__ void add(Unit& x, const Unit& y) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) x[i] = to_pair<T>(low<T>(x[i]) + low<T>(y[i]), high<T>(x[i]) + high<T>(y[i]));
+}
+// The even and the odd elements are two chains of fused multiply-adds.
+__device__ __forceinline__ float sum_of_squares(const float (&x)[kUnit]) {
+  float even = 0.0f, odd = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kUnit; i += 2) even = fmaf(x[i], x[i], even), odd = fmaf(x[i + 1], x[i + 1], odd);
+  return even + odd;
+}
+// Sets `to` to round((x * s) * w).
+template <typename T>
+__device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) to[i] = to_pair<T>(x[2 * i] * s * w[2 * i], x[2 * i + 1] * s * w[2 * i + 1]);
+}
+
+// The weights of a thread's unit in shared memory, which the thread loads for every row: as 16-bit floats (kPacked), or
+// widened to float once. place() is the offset of a lane's weights in those of a turn, p is their address.
+template <typename T, bool kPacked> struct Weights {
+  static constexpr int kBytes = kPacked ? kTurnBytes : 2 * kTurnBytes;  // of a turn
+  static __device__ __forceinline__ uint32 place(uint32 lane) { return kPacked ? vector_offset(2 * lane) : lane * 16; }
+  static __device__ __forceinline__ void store(uint32 p, const Unit& u) {
+    if constexpr (kPacked) {
+      store_unit(p, u);
+    } else {
+      float w[kUnit];
+      widen<T>(w, u);
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 4)
+        ptx::st_shared(p + i / 4 * (kWarp * 16), {__float_as_uint(w[i]), __float_as_uint(w[i + 1]),
+                                                  __float_as_uint(w[i + 2]), __float_as_uint(w[i + 3])});
+    }
+  }
+  static __device__ __forceinline__ void load(float (&w)[kUnit], uint32 p) {
+    if constexpr (kPacked) {
+      const uint4 lo = ptx::ld_shared_constant(p), hi = ptx::ld_shared_constant(p ^ 16);
+      const Unit  u  = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+      widen<T>(w, u);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 4) {
+        const uint4 v = ptx::ld_shared_constant(p + i / 4 * (kWarp * 16));
+        w[i] = __uint_as_float(v.x), w[i + 1] = __uint_as_float(v.y);
+        w[i + 2] = __uint_as_float(v.z), w[i + 3] = __uint_as_float(v.w);
+      }
+    }
+  }
+};
+
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/row_sum ------------------------------------------------------
+// The sum of a row of units, with the same bits for any number of threads that share the row. Unit j belongs to lane
+// j % 32 and turn j / 32. A lane adds its turns as a binary tree, neighbours first, then the lanes are added in the
+// same way. A thread may hold 2^n consecutive turns, or all of them, and a CTA 2^n warps with consecutive turns: the
+// bits of the sum do not depend on n.
+constexpr int kMaxCtas = 8;  // of a cluster
+
+template <int N> __device__ __forceinline__ float tree_sum(const float (&x)[N]) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    float pairs[(N + 1) / 2];
+#pragma unroll
+    for (int i = 0; i < N; i += 2) pairs[i / 2] = i + 1 < N ? x[i] + x[i + 1] : x[i];
+    return tree_sum(pairs);
+  }
+}
+
+// Partial sums of a row, one for each lane: of up to kWarps warps of this CTA, and of the CTAs of its cluster. Rows use
+// two sets of them in turn, so that one barrier for each row is enough.
+template <int kWarps, bool kClustered> struct RowSum {
+  float warps[2][kWarps][kWarp];
+  float ctas[2][kClustered ? kMaxCtas : 1][kWarp];
+
+  // mine: the sum of a lane's turns. All threads of a row call this; `lanes` lanes of a warp share the row.
+  __device__ __forceinline__ float operator()(float mine, uint32 use, uint32 lanes) {
+    const uint32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if constexpr (kWarps > 1) {
+      warps[use][warp][lane] = mine;
+      __syncthreads();
+      float sums[kWarps];
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sums[w] = w * kWarp < blockDim.x ? warps[use][w][lane] : 0.0f;
+      mine = tree_sum(sums);
+    }
+    if constexpr (kClustered) {
+      const uint32 count = ptx::cluster_ctas();
+      const float* place = &ctas[use][ptx::cluster_rank()][lane];
+      for (uint32 c = warp; c < count; c += kWarps) ptx::st_cluster(place, c, mine);
+      ptx::cluster_sync();
+      float sums[kMaxCtas];
+#pragma unroll
+      for (int c = 0; c < kMaxCtas; ++c) sums[c] = c < count ? ctas[use][c][lane] : 0.0f;
+      mine = tree_sum(sums);
+    }
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2)
+      if (distance < lanes) mine += __shfl_xor_sync(~0u, mine, distance);
+    return mine;
+  }
+};
+
+// ---- partials/reduce -------------------------------------------------------
+// Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
+// then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
+template <int kLanes, int kApart = 1, int N>
+__device__ __forceinline__ void group_sum(float (&x)[N]) {
+#pragma unroll
+  for (int distance = kApart; distance < kLanes * kApart; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
+  }
+}
+
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/rstd ---------------------------------------------------------
+// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
+// reciprocal are approximations corrected by their remainders (Markstein).
+struct Rstd {
+  float h, reciprocal, eps;
+  __device__ __forceinline__ float operator()(float sum) const {
+    float quotient = sum * reciprocal;
+    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
+    const float v = quotient + eps;
+    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
+    const float seed = ptx::rsqrt_approx(v), near = v * seed;
+    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
+  }
+};
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/store_float --------------------------------------------------
+// Stores a float, rounded where T has 16 bits.
+template <typename T> __device__ __forceinline__ void store_float(T* p, float v) {
+  if constexpr (sizeof(T) == 4) *p = v;
+  else p->bits = uint16(to_pair<T>(v, 0.0f));
+}
+
+// ---- spec ------------------------------------------------------------------
+using In  = bf16;
+using Out = bf16;  // of products
+constexpr int kSteps   = 8;     // of 32 columns, of a warp
+constexpr int kEights  = 1;    // of rows of x
+constexpr int kWarps   = 8;
+
+constexpr int kVector = 8, kStep = 4 * kVector;  // elements of a load, and of the loads of a row at once
+constexpr int kBlock = 16, kRows = 8 * kEights, kThreads = kWarps * kWarp;
+constexpr int kUnits = (kSteps * kWarps * kStep + kTurn - 1) / kTurn;  // of a lane
+
+// ---- kernel ----------------------------------------------------------------
+// Calls f(v, unit) for the units of a lane that exist.
+template <typename F> __device__ __forceinline__ void each_unit(uint32 lane, uint32 units, F f) {
+#pragma unroll
+  for (int v = 0; v < kUnits; ++v)
+    if (lane + v * kWarp < units) f(v, lane + v * kWarp);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) norm_linear(
+    const In* __restrict__ x,       // [m, h]
+    const In* __restrict__ weight,  // [h]
+    const In* __restrict__ matrix,  // [n, h]
+    const In* __restrict__ bias,    // [n]; null: none
+    In* __restrict__ y,             // [m, h]
+    Out* __restrict__ product,      // [m, n]
+    int64 m,
+    int64 h,
+    int64 n,
+    int64 x_stride,                 // elements
+    float eps,
+    float weight_bias) {
+  extern __shared__ __align__(16) uint8 dynamic[];  // y
+  __shared__ float sums[kWarps][kRows][kBlock];
+  const uint32 thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp, g = lane / 4, t = lane % 4;
+  const uint32 units = uint32(h) / kUnit, vectors = uint32(h) / kVector;
+  const uint32 pitch = (uint32(h) * 2 + 127) / 128 * 128 + 64;  // rows of y, without bank conflicts
+  const uint32 first = blockIdx.x * kBlock, y_rows = ptx::shared_address(dynamic);
+  // The lane's vector of each step: neighbouring steps belong to one warp, since they share lines.
+  const auto vector_of = [&](int i) { return ((i / 2 * kWarps + warp) * 2 + i % 2) * 4 + t; };
+
+  uint4 a[kSteps][2] = {};
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32 row = first + half * 8 + g;
+      if (row < n && vector_of(i) < vectors) a[i][half] = ptx::ld_once(matrix + int64(row) * h + vector_of(i) * kVector);
+    }
+  }
+  Unit w[kUnits] = {};
+  if (warp < m) each_unit(lane, units, [&](int v, uint32 unit) { ptx::ld_unit(w[v], weight + unit * kUnit); });
+  if constexpr (kHasPdl) ptx::griddep_wait(), ptx::griddep_launch();  // the next kernel finds more room later
+
+  for (uint32 row = warp; row < m; row += kWarps) {
+    Unit  x_units[kUnits] = {};
+    float squares[kUnits];
+    each_unit(lane, units, [&](int v, uint32 unit) { ptx::ld_unit(x_units[v], x + row * x_stride + unit * kUnit); });
+#pragma unroll
+    for (int v = 0; v < kUnits; ++v) {
+      float f[kUnit];
+      widen<In>(f, x_units[v]);
+      squares[v] = sum_of_squares(f);
+    }
+    const Rstd  rstd_of{float(uint32(h)), 1.0f / float(uint32(h)), eps};
+    float sum[1] = {tree_sum(squares)};
+    group_sum<kWarp>(sum);
+    const float rstd = rstd_of(sum[0]);
+    each_unit(lane, units, [&](int v, uint32 unit) {
+      float f[kUnit], by[kUnit];
+      widen<In>(f, x_units[v]), widen<In>(by, w[v]);
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) by[i] += weight_bias;
+      Unit to;
+      scale<In>(to, f, rstd, by);
+      const uint32 at = y_rows + row * pitch + unit * (2 * kUnit);
+      ptx::st_shared(at, {to[0], to[1], to[2], to[3]}), ptx::st_shared(at + 16, {to[4], to[5], to[6], to[7]});
+      if (row % gridDim.x == blockIdx.x) write_unit(y + row * h + unit * kUnit, to);
+    });
+  }
+  __syncthreads();
+
+  float d[kEights][4] = {};
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const uint32 x_ends[2][4] = {{a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y},
+                                 {a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w}};
+#pragma unroll
+    for (int e = 0; e < kEights; ++e) {
+      uint4 b = {};
+      if (8 * e + g < m && vector_of(i) < vectors) b = ptx::ld_shared(y_rows + (8 * e + g) * pitch + vector_of(i) * 16);
+      ptx::mma_half<In>(d[e], x_ends[0], b.x, b.y), ptx::mma_half<In>(d[e], x_ends[1], b.z, b.w);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kEights; ++e) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[warp][8 * e + 2 * t + i % 2][i / 2 * 8 + g] = d[e][i];
+  }
+  __syncthreads();
+  for (uint32 i = thread; i < m * kBlock; i += kThreads) {
+    const uint32 row = i / kBlock, own = first + i % kBlock;
+    if (own >= n) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int from = 0; from < kWarps; ++from) sum += sums[from][row][i % kBlock];
+    sum += bias == nullptr ? 0.0f : low<In>(ptx::ld<uint16>(bias + own));
+    store_float(product + row * n + own, sum);
+  }
+}
