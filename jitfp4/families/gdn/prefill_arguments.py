@@ -107,14 +107,6 @@ class PrefillProblem(NamedTuple):
         """Whether the states leave most of an H200 idle for so long that it pays to divide the sequences."""
         return self.states <= 16 and self.tokens >= 32 * CHUNK * self.sequences
 
-    @property
-    def many_and_long(self) -> bool:
-        """Whether all SMs of an H200 have a state for so long that it pays to make a chunk's products beside it.
-
-        Not with 256 rows, as each of two CTAs would make them.
-        """
-        return self.states >= 256 and self.tokens >= 32 * CHUNK * self.sequences and self.value_dim <= 128
-
 
 class PartsProblem(NamedTuple):
     """The same of the kernel for parts of sequences."""
