@@ -13,7 +13,7 @@ CHUNK = 64  # tokens that are taken at once
 LOWER_BYTES = 10 * 16 * 16 * 2  # Lower in templates/gdn/prefill_chunk.cuh.j2
 _SPANS_BYTES = 4 * CHUNK * (16 + 4)  # of 16 x 16 blocks in rows of 20
 INVERTING_BYTES = 2 * LOWER_BYTES + _SPANS_BYTES  # Inverting in prefill_inverse.cuh.j2
-OF_TOKENS_BYTES = _SPANS_BYTES + 6 * CHUNK * 4  # OfTokens
+OF_TOKENS_BYTES = _SPANS_BYTES + (6 + 4 + 4) * CHUNK * 4  # OfTokens
 PRODUCTS_BYTES = 2 * LOWER_BYTES + 3 * CHUNK * 4 + 16  # ChunkProducts
 
 
@@ -106,14 +106,6 @@ class PrefillProblem(NamedTuple):
     def few_and_long(self) -> bool:
         """Whether the states leave most of an H200 idle for so long that it pays to divide the sequences."""
         return self.states <= 16 and self.tokens >= 32 * CHUNK * self.sequences
-
-    @property
-    def many_and_long(self) -> bool:
-        """Whether all SMs of an H200 have a state for so long that it pays to make a chunk's products beside it.
-
-        Not with 256 rows, as each of two CTAs would make them.
-        """
-        return self.states >= 256 and self.tokens >= 32 * CHUNK * self.sequences and self.value_dim <= 128
 
 
 class PartsProblem(NamedTuple):

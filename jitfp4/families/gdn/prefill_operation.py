@@ -17,14 +17,16 @@ from jitfp4.selection import Row, Table
 
 _FEWEST = 8  # states whose CTAs of 16 rows are a half of the SMs of an H200: shorter chunks count most
 _FEW = 33  # states whose CTAs of 32 rows are no more than the SMs of an H200
+_MANY = 96  # states from which on it pays to make a chunk's products beside them
 _HALF = 66  # states whose CTAs of 64 rows are no more, if V is 128
 
 
 def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
     yield Row(WgmmaTactic(64, divided=True), {"few_and_long": True})
     yield Row(WgmmaTactic(64), {"states": _HALF})
-    yield Row(WgmmaTactic(128), {"many_and_long": False})
-    yield Row(WgmmaTactic(128, fused=True))
+    yield Row(WgmmaTactic(128), {"states": _MANY})
+    yield Row(WgmmaTactic(128, fused=True), {"value_dim": 128})  # each CTA of 256 rows would make the products
+    yield Row(WgmmaTactic(128))
     yield Row(WgmmaTactic(64))
     for stages in (3, 2, 1):  # fewer, where they do not fit
         yield Row(PrefillTactic(16, stages), {"states": _FEWEST})

@@ -71,8 +71,9 @@ class RowsSpec(KernelSpec):
         squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
         values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
         left = 2 * 64 * (self.head_dim + CHUNK) * 2 + 32 if self._apart else 24
-        making = (INVERTING_BYTES - LOWER_BYTES + OF_TOKENS_BYTES if self._makes else 8) + 56  # and the item of the CTA
-        return round_up(_STAGES * (round_up(squares + values + factors, 1024) + 24) + left + making, 1024)
+        making = INVERTING_BYTES - LOWER_BYTES + 2 * OF_TOKENS_BYTES + 24 if self._makes else 8
+        stages = _STAGES * (round_up(squares + values + factors, 1024) + 24)
+        return round_up(stages + left + making + 56, 1024)  # and the item of the CTA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,19 @@
 // Every product has h or u as its left operand, which stays in registers as the tensor cores left it; right operands
 // are k, q and the products of the first kernel, in shared memory. Left operands are rounded to 16 bits; sums are
 // float32. The last warpgroup, the producer, copies them into a ring of stages: `full` tells that a stage's copies are
-// there, `empty` that all who take them are through.
+// there. Outputs are left in the place of v; `empty` tells that all are through, and the producer stores the outputs
+// before the stage's next copies.
 // Two consumers take turns to start their products, so that what one does beside them falls into the other's:
-//   turn      | u k^T  u attend^T  h k  h q of the next chunk |
-//   no turn   | outputs, decay h, rest of v, u                |
+//   turn      | u attend^T  u k^T  h k  h q of the next chunk |
+//   no turn   | decay h, rest of v, u                         |
 // One consumer alone leaves h and u in shared memory, in two places in turn, to a warpgroup for the outputs: `full` and
 // `empty` of `between`.
-// With kFused there is no first kernel: another warpgroup, the maker, makes a chunk's products between the producer and
-// the consumers; `made` tells that they are there.
+// With kFused there is no first kernel: the producer prepares what is of single tokens, `ready`, and another warpgroup,
+// the maker, makes the products, `made`. A stage goes from one to the next, and each has another one at a time:
+//   producer  | outputs of c - 3 | k, q, v, norms, factors of c: ready              |
+//   maker     | inverse, q k^T of c - 1: made, and k k^T of c beside its last blocks |
+//   consumers | h k, h q, u of c - 2 | u attend, u k^T of c - 2, outputs: empty      |
+// There consumers take no turns: they wait for the maker, and turns made one wait for the other, too.
 // gdn/prefill_parts, kAlone, has only h, for parts of sequences from no state; gdn/prefill_join makes of that the state
 // before each part; then, kDivided, parts take the place of sequences here.
 
@@ -62,6 +67,23 @@ template <int kSize> struct Ring {
     if (++slot == kSize) slot = 0, parity ^= 1;
   }
 };
+
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
+// 8 i + c gives the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(r[0]) : "memory");
+}
+}  // namespace ptx
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -479,6 +501,8 @@ struct alignas(16) OfTokens {
   float decay[kChunk], beta[kChunk];           // 1 and 0 beyond the last token
   float key_norm[kChunk], query_norm[kChunk];  // 1 / length; without normalisation 1
   float since_first[kChunk], until_end[kChunk];  // D_t and E_tT, as if t's block were all
+  float before[kBlocks][kChunk];  // [i][s], where s is before block i: E_ts / |k_s|, t the last token before the block
+  float4 rows[kChunk];  // beta_t / |k_t|, scale / |q_t|, and both times D_t in the block
 };
 
 template <class Matrix> struct Element;
@@ -1024,6 +1048,7 @@ __device__ __forceinline__ int maker() { return threadIdx.x % kMakers; }
 struct Gates {
   float decay = 1.0f, beta = 0.0f;
 
+  Gates() = default;
   // p: g and beta, where token `first` is the chunk's first one of `tokens`.
   template <class Operands>
   __device__ __forceinline__ Gates(const Operands& p, int64 first, int tokens, int head) {
@@ -1101,49 +1126,57 @@ __device__ __forceinline__ void start_products(
   ptx::wgmma_commit();
 }
 
-// The products of the block's rows, keys or queries, with themselves, and, with kAll, those with the keys of all tokens
-// up to them; puts the rows' norms.
-template <bool kHasWgmma, bool kAll, class In, int kWide, class Operands>
-__device__ __forceinline__ void multiply_rows(
-    const Operands& p, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide], int block, Products& products,
-    float* norms, uint32 thread) {
-  constexpr int kSteps = kBlocks;  // of 16 columns, in a Swizzled
+// Puts the norms of the block's rows, keys or queries: calls also(wide, x) with 64 columns of them as left operands.
+template <class In, int kWide, class Operands, class Also>
+__device__ __forceinline__ void norm_rows(
+    const Operands& p, Swizzled<In> (&rows)[kWide], int block, float* norms, uint32 thread, Also also) {
   float alone[2][4] = {};
 #pragma unroll
   for (int wide = 0; wide < kWide; ++wide) {
-    uint4 x[kSteps];
+    uint4 x[kBlocks];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kBlocks; ++k) {
       x[k] = ptx::load_matrices(rows[wide].at(kBlock * block + left_row(thread), 16 * k + left_half(thread) * 8));
     }
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
-    if constexpr (kAll && kHasWgmma) {
+    for (int k = 0; k < kBlocks; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
+    also(wide, x);
+  }
+  put_norms(p, block, alone, norms, thread);
+}
+
+// The same, and the products of the block's rows with the keys of all tokens up to them.
+template <bool kHasWgmma, class In, int kWide, class Operands>
+__device__ __forceinline__ void multiply_rows(
+    const Operands& p, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide], int block, Products& products,
+    float* norms, uint32 thread) {
+  for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(products)) x = 0.0f;
+  norm_rows(p, rows, block, norms, thread, [&](int wide, const uint4 (&x)[kBlocks]) {
+    if constexpr (kHasWgmma) {
       const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[wide]), sizeof(keys[wide]));
       ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) ptx::wgmma<In, false, true>(products, x[k], right + 2 * k);
+      for (int k = 0; k < kBlocks; ++k) ptx::wgmma<In, false, true>(products, x[k], right + 2 * k);
       ptx::wgmma_commit();
       ptx::wgmma_wait_for<0>(products);
-    } else if constexpr (kAll) {
+    } else {
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         if (j > block) continue;
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
+        for (int k = 0; k < kBlocks; ++k) {
           const uint32 right = keys[wide].at(kBlock * j + right_row(thread), 16 * k + right_half(thread) * 8);
           multiply<In>(products[2 * j], products[2 * j + 1], x[k], ptx::load_matrices(right));
         }
       }
     }
-  }
-  put_norms(p, block, alone, norms, thread);
+  });
 }
 
 // What products of rows of the warp's block with keys 8 n + 2 c and the next are multiplied with for the keys. All is
 // loaded before it is used, so that nothing waits for a single load.
 struct KeyFactors {
-  float2 of[kChunk / 8];  // norms, and the decay from there to the block
+  float2 of[2 * (kBlocks - 1)];  // norms, and the decay from there to the block
   float2 own[2][2];       // [n % 2][half] in the block: norms, and the decay from there to the row
 
   __device__ __forceinline__ KeyFactors(const OfTokens& s, int block, uint32 thread) {
@@ -1155,13 +1188,9 @@ struct KeyFactors {
       const float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[block * kBlock + at]);
       own[i / 2][i % 2] = {span.x * norm.x, span.y * norm.y};
     }
-    float decay = 1.0f;  // of the blocks between
 #pragma unroll
-    for (int n = kChunk / 8 - 1; n >= 0; --n) {
-      const float2 norm  = *reinterpret_cast<const float2*>(&s.key_norm[8 * n + 2 * c]);
-      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[8 * n + 2 * c]);
-      of[n] = {norm.x * (decay * until.x), norm.y * (decay * until.y)};
-      if (n % 2 == 0) decay *= n / 2 < block ? s.since_first[n / 2 * kBlock + kBlock - 1] : 1.0f;
+    for (int n = 0; n < 2 * (kBlocks - 1); ++n) {
+      of[n] = n / 2 < block ? *reinterpret_cast<const float2*>(&s.before[block][8 * n + 2 * c]) : float2{};
     }
   }
 };
@@ -1174,7 +1203,7 @@ template <class Own, class Other> __device__ __forceinline__ void each_pair_of(i
     if (j == block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) own(2 * j + i / 2, i % 2);
-    } else {
+    } else if (j < kBlocks - 1) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) other(2 * j + i / 2, i % 2);
     }
@@ -1191,8 +1220,8 @@ __device__ __forceinline__ void put_keys(
   float own[2], other[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int t = kBlock * block + g + 8 * half;
-    own[half] = s.beta[t] * s.key_norm[t], other[half] = own[half] * s.since_first[t];
+    const float4 row = s.rows[kBlock * block + g + 8 * half];
+    own[half] = row.x, other[half] = row.z;
   }
   each_pair_of(block, [&](int n, int half) {  // in the block
     const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
@@ -1210,7 +1239,7 @@ __device__ __forceinline__ void put_keys(
 // The same of queries, as `attend`.
 template <class Matrix>
 __device__ __forceinline__ void put_queries(
-    const OfTokens& s, float scale, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
+    const OfTokens& s, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
   using In = ElementOf<Matrix>;
   const int g = thread % kWarp / 4, c = thread % 4;
   const KeyFactors factors(s, block, thread);
@@ -1218,8 +1247,8 @@ __device__ __forceinline__ void put_queries(
   float own[2], other[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int t = kBlock * block + g + 8 * half;
-    own[half] = scale * s.query_norm[t], other[half] = own[half] * s.since_first[t];
+    const float4 row = s.rows[kBlock * block + g + 8 * half];
+    own[half] = row.y, other[half] = row.w;
   }
   each_pair_of(block, [&](int n, int half) {  // in the block
     const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
@@ -1234,57 +1263,50 @@ __device__ __forceinline__ void put_queries(
   });
 }
 
+// From spans and norms. Half of the threads have tokens as rows, half as columns.
 template <class Operands>
-__device__ __forceinline__ void put_factors(const Operands& p, const OfTokens& s, ChunkFactors& to, uint32 thread) {
-  const int t = int(thread);
-  if (t >= kChunk) return;
-  const float since_first = s.since_first[t] * decay_of_blocks(s, 0, t / kBlock);
-  const float until_end   = s.until_end[t] * decay_of_blocks(s, t / kBlock + 1, kBlocks);
-  to.state[t] = since_first * s.key_norm[t];
-  to.end[t]   = until_end * s.key_norm[t];
-  to.query[t] = since_first * s.query_norm[t] * p.scale;
-  if (t == kChunk - 1) *reinterpret_cast<float4*>(to.decay) = {since_first, 0.0f, 0.0f, 0.0f};
+__device__ __forceinline__ void put_factors(const Operands& p, OfTokens& s, ChunkFactors& to, uint32 thread) {
+  const int   t = int(thread) % kChunk;
+  const float norm = s.key_norm[t];
+  if (int(thread) < kChunk) {
+    const float in_block = s.since_first[t], since_first = in_block * decay_of_blocks(s, 0, t / kBlock);
+    const float key = s.beta[t] * norm, query = s.query_norm[t] * p.scale;
+    s.rows[t] = {key, query, key * in_block, query * in_block};
+    to.state[t] = since_first * norm;
+    to.query[t] = since_first * query;
+    if (t == kChunk - 1) *reinterpret_cast<float4*>(to.decay) = {since_first, 0.0f, 0.0f, 0.0f};
+  } else {
+    float until = s.until_end[t] * norm;
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) {
+      if (i <= t / kBlock) continue;
+      s.before[i][t] = until;
+      until *= s.since_first[i * kBlock + kBlock - 1];
+    }
+    to.end[t] = until;
+  }
 }
 
-// Makes a chunk's products and factors from its keys, queries and gates, which are there. kOver: `inverting` and `made`
-// are where the keys and queries are, and a CTA is one of several of an SM. Barriers: of the warpgroup, and of blocks.
-template <bool kHasWgmma, bool kOver, bool kExact, class In, int kWide, class Operands, class Made, class Barriers>
+// Makes a chunk's products and factors from its keys, queries and gates, which are there. `inverting` and `made` are
+// where the keys and queries are, and a CTA is one of several of an SM. Barriers: of the warpgroup, and of blocks.
+template <bool kHasWgmma, bool kExact, class In, int kWide, class Operands, class Made, class Barriers>
 __device__ __forceinline__ void make(
     const Operands& p, Swizzled<In> (&keys)[kWide], Swizzled<In> (&queries)[kWide], OfTokens& s,
     Inverting<kExact>& inverting, Made& made, Barriers barriers) {
   const uint32 thread = ptx::thread_index() % kMakers;
-  const int    block  = kOver ? block_of_warp(thread) : __shfl_sync(~0u, thread / kWarp, 0);
+  const int    block  = block_of_warp(thread);
   Products of_keys, of_queries;
-  if constexpr (kOver) {
-    put_spans(s, thread);
-    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_keys)) x = 0.0f;
-    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_queries)) x = 0.0f;
-    multiply_rows<kHasWgmma, true>(p, keys, keys, block, of_keys, s.key_norm, thread);
-    multiply_rows<kHasWgmma, true>(p, queries, keys, block, of_queries, s.query_norm, thread);
-  } else {
-    start_products(of_keys, keys, keys);
-    put_spans(s, thread);
-    multiply_rows<kHasWgmma, false>(p, queries, keys, block, of_queries, s.query_norm, thread);
-    ptx::wgmma_wait_for<0>(of_keys);
-    float alone[2][4] = {};
-#pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (n / 2 == block) alone[n % 2][i] = of_keys[n][i];
-      }
-    }
-    put_norms(p, block, alone, s.key_norm, thread);
-  }
+  put_spans(s, thread);
+  multiply_rows<kHasWgmma>(p, keys, keys, block, of_keys, s.key_norm, thread);
+  multiply_rows<kHasWgmma>(p, queries, keys, block, of_queries, s.query_norm, thread);
   barriers.sync();  // spans and norms are there, and nobody reads any more what is overwritten
+  put_factors(p, s, made.factors, thread);
+  barriers.sync();
   put_keys(s, inverting, block, of_keys, thread);
-  if constexpr (!kOver) start_products(of_queries, queries, keys);
   __syncwarp();
   invert_block(s, inverting, made.solve, block, thread);
   barriers.done(block);
-  put_factors(p, s, made.factors, thread);
-  if constexpr (!kOver) ptx::wgmma_wait_for<0>(of_queries);
-  put_queries(s, p.scale, made.attend, block, of_queries, thread);  // the less, the more columns follow
+  put_queries(s, made.attend, block, of_queries, thread);  // the less, the more columns follow
   put_columns(s, inverting, made.solve, block, thread, barriers);
 }
 
@@ -1300,37 +1322,94 @@ template <int kFirst> struct MakerBarriers {
   __device__ __forceinline__ void wait(int block) const { ptx::barrier_sync(kFirst + block, (block + 1) * kWarp); }
 };
 
-// What the makers of a kernel that makes chunk after chunk share.
-template <bool kIs> struct Making {
-  OfTokens         of_tokens;
+// Of a kernel that makes chunk after chunk: what its producer prepares for the maker, `ready`, and the maker's own.
+template <bool kIs, int kStages> struct Making {
+  OfTokens         of_tokens[2];
   Inverting<false> inverting;
+  Barrier          ready[kStages];
 };
-template <> struct Making<false> {};
+template <int kStages> struct Making<false, kStages> { Barrier* ready; };
 
-// The warpgroup that makes a stage's products and factors, between the producer and consumers. Config: as the
-// producer's, and kMakerBarrier.
+// The producer's part of making a chunk: what is of single tokens.
+template <class Config> class Preparing {
+ public:
+  static constexpr int kWarps = kMakers / kWarp;  // that arrive at `ready`
+
+  // Where the stage's copies are under way.
+  __device__ __forceinline__ void next(
+      const typename Config::Operands& p, const Gates& gates, typename Config::Shared& shared,
+      const Ring<Config::kStages>& ring) {
+    const uint32 thread = maker();
+    const int    block  = __shfl_sync(~0u, thread / kWarp, 0);
+    auto& stage = shared.stages[ring.slot];
+    OfTokens& s = shared.making.of_tokens[turn_.slot];
+    if (two_) {
+      ptx::mbarrier_wait(&shared.made[behind_.slot], behind_.parity);
+      behind_.advance();
+    }
+    gates.put(s);
+    __syncwarp();
+    put_spans(s, thread);
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    ptx::fence_proxy_async();
+    const auto none = [](int, const uint4 (&)[kBlocks]) {};
+    norm_rows(p, stage.keys, block, s.key_norm, thread, none);
+    norm_rows(p, stage.queries, block, s.query_norm, thread, none);
+    ptx::barrier_sync(Config::kProducerBarrier, kMakers);
+    put_factors(p, s, stage.factors, thread);
+    __syncwarp();
+    if (thread % kWarp == 0) ptx::mbarrier_arrive(&shared.making.ready[ring.slot]);
+    turn_.advance();
+    two_ |= turn_.slot == 0;
+  }
+
+ private:
+  Ring<2> turn_;                 // of what is prepared
+  Ring<Config::kStages> behind_;  // the chunk that was prepared in the same place before
+  bool two_ = false;              // there is one
+};
+
+// The warpgroup that makes a stage's products, between the producer and consumers. Config: as the producer's, and
+// kMakerBarrier. The products of a chunk's keys run beside the inverse of the chunk before.
 template <class Config>
 __device__ __forceinline__ void make_chunks(
     const typename Config::Operands& p, const typename Config::Item& item, typename Config::Shared& shared) {
   auto& making = shared.making;
   const MakerBarriers<Config::kMakerBarrier> barriers;
-  const auto gates = [&](int chunk) { return Gates(p, item.first_of(chunk), item.tokens_of(chunk), item.head); };
   const int chunks = __shfl_sync(~0u, item.chunks(), 0);  // the same in all lanes, as the compiler now sees
+  if (chunks == 0) return;
   Ring<Config::kStages> ring;
-  Gates next = gates(0);
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    next.put(making.of_tokens);
+  Ring<2> turn;
+  Products of_keys, of_queries;
+  ptx::mbarrier_wait(&making.ready[ring.slot], ring.parity);
+  start_products(of_keys, shared.stages[ring.slot].keys, shared.stages[ring.slot].keys);
+  int chunk = 0;
+  do {
+    const uint32 thread = ptx::thread_index() % kMakers;
+    const int    block  = __shfl_sync(~0u, thread / kWarp, 0);
+    const uint32 slot   = ring.slot;
+    auto& stage = shared.stages[slot];
+    const OfTokens& s = making.of_tokens[turn.slot];
+    ptx::wgmma_wait_for<0>(of_keys);
+    put_keys(s, making.inverting, block, of_keys, thread);
+    start_products(of_queries, stage.queries, stage.keys);
     __syncwarp();
-    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
-    ptx::fence_proxy_async();
-    next = gates(chunk + 1);  // behind the fence, which waits for loads
-    auto& stage = shared.stages[ring.slot];
-    make<true, false>(p, stage.keys, stage.queries, making.of_tokens, making.inverting, stage, barriers);
+    invert_block(s, making.inverting, stage.solve, block, thread);
+    barriers.done(block);
+    ptx::wgmma_wait_for<0>(of_queries);
+    put_queries(s, stage.attend, block, of_queries, thread);
+    turn.advance();
+    if (++chunk < chunks) {  // otherwise the products that start are nobody's
+      ring.advance();
+      ptx::mbarrier_wait(&making.ready[ring.slot], ring.parity);
+    }
+    start_products(of_keys, shared.stages[ring.slot].keys, shared.stages[ring.slot].keys);
+    put_columns(s, making.inverting, stage.solve, block, thread, barriers);
     ptx::fence_proxy_async();
     barriers.sync();
-    if (maker() == 0) ptx::mbarrier_arrive(&shared.made[ring.slot]);
-    ring.advance();
-  }
+    if (maker() == 0) ptx::mbarrier_arrive(&shared.made[slot]);
+  } while (chunk < chunks);
+  ptx::wgmma_wait_for<0>(of_keys);
 }
 // ---- gdn/prefill_item ------------------------------------------------------
 // The work of a CTA: kTileV rows (V index) of one head's state, over the chunks of a sequence. Operands: what a kernel
@@ -1588,16 +1667,54 @@ template <class Config> __device__ __forceinline__ void clear_stages(typename Co
   }
 }
 
+// Stores the outputs that consumers left in the place of a stage's values. A thread takes those that it copies over.
+template <class Config> class Outputs {
+ public:
+  using In = typename Config::In;
+
+  __device__ __forceinline__ Outputs(const typename Config::Operands& p, const typename Config::Item& item)
+      : step_(kStep * int64(p.heads) * Config::kValueDim),
+        to_(item.output(p, item.sequence.first + row()) + column()) {}
+
+  // Those of the next chunk, of `tokens` tokens.
+  template <class Stage> __device__ __forceinline__ void next(const Stage& from, int tokens) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i += kStep, to_ += step_) {
+      if (row() + i < tokens) {
+        *reinterpret_cast<uint4*>(to_) = *reinterpret_cast<const uint4*>(&from.values[row() + i][column()]);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kPieces = Config::kTileV / 8, kStep = kGroup / kPieces;
+  static __device__ __forceinline__ int row() { return threadIdx.x % kGroup / kPieces; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % kPieces * 8; }
+
+  const int64 step_;
+  In*         to_;
+};
+
 template <class Config>
 __device__ __forceinline__ void produce(
     const typename Config::Operands& p, const typename Config::Item& item, typename Config::Shared& shared) {
-  Copies<Config> copies(p, item);
+  Copies<Config>  copies(p, item);
+  Outputs<Config> outputs(p, item);
+  Preparing<Config> preparing;
   Ring<kStages> ring;
   const int chunks = item.chunks();
-  for (int chunk = 0; chunk < chunks; ++chunk) {
+  for (int chunk = 0; chunk < chunks + kStages; ++chunk) {
+    Gates gates;
+    if constexpr (Config::kFused) gates = Gates(p, item.first_of(chunk), item.tokens_of(chunk), item.head);
     ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-    copies.next(shared.stages[ring.slot], item.tokens_of(chunk));
-    ptx::copy_async_arrive(&shared.full[ring.slot]);
+    if (!Config::kAlone && chunk >= kStages && chunk - kStages < chunks) {
+      outputs.next(shared.stages[ring.slot], item.tokens_of(chunk - kStages));
+    }
+    if (chunk < chunks) {
+      copies.next(shared.stages[ring.slot], item.tokens_of(chunk));
+      ptx::copy_async_arrive(&shared.full[ring.slot]);
+      if constexpr (Config::kFused) preparing.next(p, gates, shared, ring);
+    }
     ring.advance();
   }
   ptx::copy_async_wait();
@@ -1701,7 +1818,7 @@ constexpr int  kProducer  = kUsers + (kFused ? 1 : 0);  // the last warpgroup
 constexpr int  kThreads   = (kProducer + 1) * kGroup;
 constexpr int  kValueRow  = kTileV + 8;  // elements of a row of values in shared memory
 // Registers of a thread where there are too few for all to have the same.
-constexpr int kProducerRegisters = kFused ? 24 : 40, kMakerRegisters = 104, kConsumerRegisters = kFused ? 192 : 232;
+constexpr int kProducerRegisters = 40, kMakerRegisters = 88, kConsumerRegisters = kFused ? 192 : 232;
 
 struct Operands {
   const In* q;
@@ -1764,7 +1881,7 @@ struct Shared {
   Stage   stages[kStages];
   Barrier full[kStages], made[kStages], empty[kStages];
   Between<kApart> between;
-  Making<kFused>  making;
+  Making<kFused, kStages> making;
   Item            item;
 };
 static_assert(sizeof(Shared) == 203776, "the launch counts on it");
@@ -1776,7 +1893,7 @@ struct Config {
   using Shared = ::Shared;
   static constexpr int  kHeadDim = ::kHeadDim, kValueDim = ::kValueDim, kTileV = ::kTileV;
   static constexpr bool kAlone = ::kAlone, kFused = ::kFused;
-  static constexpr int  kMakerBarrier = 1 + kConsumers, kStages = ::kStages;
+  static constexpr int  kMakerBarrier = 1 + kConsumers, kProducerBarrier = kMakerBarrier + kBlocks, kStages = ::kStages;
 };
 
 // A chunk is there, and the tensor cores see it: with kFused, the maker has seen to that for all that is in the stage.
@@ -1790,14 +1907,14 @@ __device__ __forceinline__ Stage& wait_for(Shared& shared, const Ring<kStages>& 
 using State = float[kHeadDim / 8][4];  // rows of it; columns are its K index
 using Rows  = State[1];
 constexpr int kSteps = kHeadDim / 16;
+struct Updates { uint4 of_outputs[kBlocks], of_state[kBlocks]; };  // a chunk's u as left operands
 
 // ---- a consumer ------------------------------------------------------------
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Operands& p, const Item& item, Shared& shared, int place)
       : place_(place), p_(p), item_(item), shared_(shared),
-        first_(place * kRows + threadIdx.x % kGroup / kWarp * kBlock), out_step_(8 * int64(p.heads) * kValueDim),
-        to_(item.output(p, item.sequence.first + threadIdx.x % kWarp / 4) + first_ + threadIdx.x % 4 * 2) {}
+        first_(place * kRows + threadIdx.x % kGroup / kWarp * kBlock) {}
 
   __device__ __forceinline__ void consume(int64 slot) {
     Rows rows = {};
@@ -1813,26 +1930,21 @@ class Consumer {
     }
     const int chunks = __shfl_sync(~0u, item_.chunks(), 0);  // the same in all lanes, as the compiler now sees
     if (chunks > 0) {
-      Tokens u, out;
+      Updates u;
+      Tokens out;
       if (place_ == kConsumers - 1) pass_turn();
       take_turn();
-      open<true>(rows[0], u, out);
+      open(rows[0], u, out);
       for (int chunk = 1; chunk < chunks; ++chunk) {
         take_turn();
         close(rows[0], u, out);
-        ptx::wgmma_wait_for<kBeside>(rows[0]);
         if constexpr (!kAlone) store_checkpoint(rows, chunk - 1);
-        open<false>(rows[0], u, out);
+        open(rows[0], u, out);
       }
       take_turn();
       close(rows[0], u, out);
       pass_turn();
-      ptx::wgmma_wait_for<0>(rows[0]);
       if constexpr (!kAlone) store_checkpoint(rows, chunks - 1);
-      if constexpr (kOutputs) {
-        ptx::wgmma_wait_for<0>(out);
-        store_outputs(out);
-      }
       if (place_ == 0) take_turn();  // the one that is left
     }
     if constexpr (kAlone) {
@@ -1864,8 +1976,8 @@ class Consumer {
         multiply(out, queries);
         start_rows<true>(out, updates, &stage.attend);
         ptx::wgmma_wait_for<0>(out);
+        leave(out, stage);
         arrive(shared_.empty[ring_.slot]);
-        store_outputs(out);
         ring_.advance(), turn_.advance();
       }
     }
@@ -1873,42 +1985,28 @@ class Consumer {
 
  private:
   static constexpr bool kOutputs = !kAlone && !kApart;
-  static constexpr int  kBeside  = kOutputs ? 1 : 0;  // groups of products with outputs, which may be under way
+  static constexpr bool kTurns   = kConsumers > 1 && !kFused;
+  static constexpr int  kBeside  = kOutputs && !kFused ? 1 : 0;  // products of outputs that may be under way
 
-  // From a state, a chunk's u and the part of its outputs that needs no u; decays the state. Unless the chunk is the
-  // first one, the outputs of the chunk before are under way, and stored here.
-  template <bool kFirst> __device__ __forceinline__ void open(State& h, Tokens& u, Tokens& out) {
+  // From a state, a chunk's u and the part of its outputs that needs no u; decays the state.
+  __device__ __forceinline__ void open(State& h, Updates& to, Tokens& out) {
     uint4 left[kSteps], rest[kBlocks];
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) left[k] = to_left<In>(h[2 * k], h[2 * k + 1]);
-    if constexpr (!kFirst) ring_.advance();
     Stage& stage = wait_for(shared_, ring_);
     const ChunkFactors& factors = stage.factors;
-    if constexpr (!kFirst && kFused) {
-      ptx::wgmma_wait_for<0>(out);
-      store_outputs(out);
-      release();
-    }
-    Tokens x;
+    Tokens x, u;
     start_rows<false>(x, left, stage.keys);
-    if constexpr (!kFirst && !kFused) {
-      if constexpr (kOutputs) {
-        ptx::wgmma_wait_for<1>(out);
-        store_outputs(out);
-      }
-      release();
-    }
     if constexpr (kOutputs) start_rows<false>(out, left, stage.queries);
     pass_turn();
     const float decay = factors.decay[0];
 #pragma unroll
     for (int i = 0; i < 4 * (kHeadDim / 8); ++i) h[i / 4][i % 4] *= decay;
-    ptx::wgmma_wait_for<kFused ? 0 : kBeside>(x);
-    if constexpr (kFused) ptx::wgmma_wait_for<0>(out);
+    ptx::wgmma_wait_for<kBeside>(x);
+    if constexpr (kFused) ptx::wgmma_wait_for<0>(out);  // registers are few
     subtract(rest, stage, x);
     start_rows<false>(u, rest, &stage.solve);
     if constexpr (kApart) {
-      if constexpr (!kFirst) turn_.advance();
       ptx::mbarrier_wait(&shared_.between.empty[turn_.slot], turn_.parity ^ 1);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) shared_.between.left[turn_.slot].state[k][threadIdx.x] = left[k];
@@ -1918,28 +2016,35 @@ class Consumer {
       multiply(out, TokenFactors(factors.query));
     }
     ptx::wgmma_wait_for<0>(u);
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) to.of_outputs[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
+    multiply(u, TokenFactors(factors.end));
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) to.of_state[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
   }
 
-  // Starts the products with u.
-  __device__ __forceinline__ void close(State& h, Tokens& u, Tokens& out) {
+  // The products with u; leaves the outputs, and the stage.
+  __device__ __forceinline__ void close(State& h, const Updates& u, Tokens& out) {
     Stage& stage = shared_.stages[ring_.slot];
-    uint4 updates[kBlocks], end[kBlocks];
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) updates[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
-    multiply(u, TokenFactors(stage.factors.end));
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) end[j] = to_left<In>(u[2 * j], u[2 * j + 1]);
+    if constexpr (kOutputs) start_rows<true>(out, u.of_outputs, &stage.attend);
     const uint64 keys = ptx::wgmma_matrix(ptx::shared_address(stage.keys), sizeof(Square));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) ptx::wgmma<In, true, true>(h, end[j], keys + j * (kBlock * 128 / 16));
+    for (int j = 0; j < kBlocks; ++j) ptx::wgmma<In, true, true>(h, u.of_state[j], keys + j * (kBlock * 128 / 16));
     ptx::wgmma_commit();
-    if constexpr (kOutputs) start_rows<true>(out, updates, &stage.attend);
+    if constexpr (kOutputs) {
+      ptx::wgmma_wait_for<1>(out);
+      leave(out, stage);
+    }
     if constexpr (kApart) {
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) shared_.between.left[turn_.slot].updates[j][threadIdx.x] = updates[j];
+      for (int j = 0; j < kBlocks; ++j) shared_.between.left[turn_.slot].updates[j][threadIdx.x] = u.of_outputs[j];
       arrive(shared_.between.full[turn_.slot]);
+      turn_.advance();
     }
+    ptx::wgmma_wait_for<0>(h);
+    arrive(shared_.empty[ring_.slot]);
+    ring_.advance();
   }
 
   __device__ __forceinline__ void store_checkpoint(const Rows& rows, int chunk) const {
@@ -1954,14 +2059,10 @@ class Consumer {
   }
   // Consumers start products one after the other, so that what one does beside them falls into those of the other.
   __device__ __forceinline__ void take_turn() const {
-    if constexpr (kConsumers > 1) ptx::barrier_sync(1 + place_, kConsumers * kGroup);
+    if constexpr (kTurns) ptx::barrier_sync(1 + place_, kConsumers * kGroup);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kConsumers > 1) ptx::barrier_arrive(1 + (place_ + 1) % kConsumers, kConsumers * kGroup);
-  }
-  // The stage of the chunk before.
-  __device__ __forceinline__ void release() const {
-    arrive(shared_.empty[ring_.slot == 0 ? kStages - 1 : ring_.slot - 1]);
+    if constexpr (kTurns) ptx::barrier_arrive(1 + (place_ + 1) % kConsumers, kConsumers * kGroup);
   }
   static __device__ __forceinline__ void arrive(Barrier& barrier) {
     __syncwarp();
@@ -1971,8 +2072,8 @@ class Consumer {
   // rest = v - state x, of the warp's 16 rows; operand j has tokens 16 j to 16 j + 15 as columns. Values and factors
   // are loaded where they are used, as registers are few.
   __device__ __forceinline__ void subtract(uint4 (&rest)[kBlocks], const Stage& stage, const Tokens& x) const {
-    const int lane = threadIdx.x % kWarp;
-    const uint32 at = ptx::shared_address(&stage.values[lane % 8 + lane / 16 * 8][first_ + lane / 8 % 2 * 8]);
+    const int    lane = threadIdx.x % kWarp;
+    const uint32 at   = place_in(stage);
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
       const uint4  v = ptx::load_matrices_transposed(at + kBlock * j * kValueRow * 2);
@@ -1992,17 +2093,21 @@ class Consumer {
     }
   }
 
-  // Stores the warp's 16 rows of the chunk's tokens, two neighbouring rows at a time.
-  __device__ __forceinline__ void store_outputs(const Tokens& x) {
-    const int left = item_.tokens_of(chunk_++) - threadIdx.x % kWarp / 4;
+  // Leaves the warp's 16 rows of outputs in the place of its values, for the producer.
+  __device__ __forceinline__ void leave(const Tokens& x, Stage& stage) const {
+    const uint32 at = place_in(stage);
 #pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n, to_ += out_step_) {
-      const uint32 upper = ptx::transpose(to_pair<In>(x[n][0], x[n][1]));
-      const uint32 lower = ptx::transpose(to_pair<In>(x[n][2], x[n][3]));
-      if (8 * n >= left) continue;
-      uint32* pairs = reinterpret_cast<uint32*>(to_);
-      pairs[0] = upper, pairs[4] = lower;
+    for (int j = 0; j < kBlocks; ++j) {
+      const uint4  v = to_left<In>(x[2 * j], x[2 * j + 1]);
+      const uint32 words[4] = {v.x, v.y, v.z, v.w};
+      ptx::store_matrices(at + kBlock * j * kValueRow * 2, words);
     }
+  }
+
+  // Where a lane moves eight of the warp's rows of a token from or to, for the first 16 tokens.
+  __device__ __forceinline__ uint32 place_in(const Stage& stage) const {
+    const int lane = threadIdx.x % kWarp;
+    return ptx::shared_address(&stage.values[lane % 8 + lane / 16 * 8][first_ + lane / 8 % 2 * 8]);
   }
 
   const int       place_;  // among consumers
@@ -2010,9 +2115,6 @@ class Consumer {
   const Item&     item_;
   Shared&         shared_;
   const int       first_;  // row of the CTA's
-  const int64     out_step_;  // elements of eight tokens
-  In*             to_;  // of the outputs that are stored next
-  int             chunk_ = 0;  // theirs
   Ring<kStages>   ring_;
   Ring<2>         turn_;  // of what is left to another warpgroup
 };
@@ -2068,6 +2170,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_parts(
   if (threadIdx.x == 0) {
     for (Barrier& full : shared.full) ptx::mbarrier_init(&full, kGroup);
     for (Barrier& made : shared.made) ptx::mbarrier_init(&made, 1);
+    if constexpr (kFused) {
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&shared.making.ready[i], Preparing<Config>::kWarps);
+    }
     for (Barrier& empty : shared.empty) ptx::mbarrier_init(&empty, kUsers * kGroup / kWarp);
     if constexpr (kApart) {
       for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.between.full[i], kGroup / kWarp);

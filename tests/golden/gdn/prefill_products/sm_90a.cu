@@ -459,6 +459,8 @@ struct alignas(16) OfTokens {
   float decay[kChunk], beta[kChunk];           // 1 and 0 beyond the last token
   float key_norm[kChunk], query_norm[kChunk];  // 1 / length; without normalisation 1
   float since_first[kChunk], until_end[kChunk];  // D_t and E_tT, as if t's block were all
+  float before[kBlocks][kChunk];  // [i][s], where s is before block i: E_ts / |k_s|, t the last token before the block
+  float4 rows[kChunk];  // beta_t / |k_t|, scale / |q_t|, and both times D_t in the block
 };
 
 template <class Matrix> struct Element;
@@ -1007,6 +1009,7 @@ __device__ __forceinline__ int maker() { return threadIdx.x % kMakers; }
 struct Gates {
   float decay = 1.0f, beta = 0.0f;
 
+  Gates() = default;
   // p: g and beta, where token `first` is the chunk's first one of `tokens`.
   template <class Operands>
   __device__ __forceinline__ Gates(const Operands& p, int64 first, int tokens, int head) {
@@ -1084,49 +1087,57 @@ __device__ __forceinline__ void start_products(
   ptx::wgmma_commit();
 }
 
-// The products of the block's rows, keys or queries, with themselves, and, with kAll, those with the keys of all tokens
-// up to them; puts the rows' norms.
-template <bool kHasWgmma, bool kAll, class In, int kWide, class Operands>
-__device__ __forceinline__ void multiply_rows(
-    const Operands& p, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide], int block, Products& products,
-    float* norms, uint32 thread) {
-  constexpr int kSteps = kBlocks;  // of 16 columns, in a Swizzled
+// Puts the norms of the block's rows, keys or queries: calls also(wide, x) with 64 columns of them as left operands.
+template <class In, int kWide, class Operands, class Also>
+__device__ __forceinline__ void norm_rows(
+    const Operands& p, Swizzled<In> (&rows)[kWide], int block, float* norms, uint32 thread, Also also) {
   float alone[2][4] = {};
 #pragma unroll
   for (int wide = 0; wide < kWide; ++wide) {
-    uint4 x[kSteps];
+    uint4 x[kBlocks];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kBlocks; ++k) {
       x[k] = ptx::load_matrices(rows[wide].at(kBlock * block + left_row(thread), 16 * k + left_half(thread) * 8));
     }
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
-    if constexpr (kAll && kHasWgmma) {
+    for (int k = 0; k < kBlocks; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
+    also(wide, x);
+  }
+  put_norms(p, block, alone, norms, thread);
+}
+
+// The same, and the products of the block's rows with the keys of all tokens up to them.
+template <bool kHasWgmma, class In, int kWide, class Operands>
+__device__ __forceinline__ void multiply_rows(
+    const Operands& p, Swizzled<In> (&rows)[kWide], Swizzled<In> (&keys)[kWide], int block, Products& products,
+    float* norms, uint32 thread) {
+  for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(products)) x = 0.0f;
+  norm_rows(p, rows, block, norms, thread, [&](int wide, const uint4 (&x)[kBlocks]) {
+    if constexpr (kHasWgmma) {
       const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[wide]), sizeof(keys[wide]));
       ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) ptx::wgmma<In, false, true>(products, x[k], right + 2 * k);
+      for (int k = 0; k < kBlocks; ++k) ptx::wgmma<In, false, true>(products, x[k], right + 2 * k);
       ptx::wgmma_commit();
       ptx::wgmma_wait_for<0>(products);
-    } else if constexpr (kAll) {
+    } else {
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         if (j > block) continue;
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
+        for (int k = 0; k < kBlocks; ++k) {
           const uint32 right = keys[wide].at(kBlock * j + right_row(thread), 16 * k + right_half(thread) * 8);
           multiply<In>(products[2 * j], products[2 * j + 1], x[k], ptx::load_matrices(right));
         }
       }
     }
-  }
-  put_norms(p, block, alone, norms, thread);
+  });
 }
 
 // What products of rows of the warp's block with keys 8 n + 2 c and the next are multiplied with for the keys. All is
 // loaded before it is used, so that nothing waits for a single load.
 struct KeyFactors {
-  float2 of[kChunk / 8];  // norms, and the decay from there to the block
+  float2 of[2 * (kBlocks - 1)];  // norms, and the decay from there to the block
   float2 own[2][2];       // [n % 2][half] in the block: norms, and the decay from there to the row
 
   __device__ __forceinline__ KeyFactors(const OfTokens& s, int block, uint32 thread) {
@@ -1138,13 +1149,9 @@ struct KeyFactors {
       const float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[block * kBlock + at]);
       own[i / 2][i % 2] = {span.x * norm.x, span.y * norm.y};
     }
-    float decay = 1.0f;  // of the blocks between
 #pragma unroll
-    for (int n = kChunk / 8 - 1; n >= 0; --n) {
-      const float2 norm  = *reinterpret_cast<const float2*>(&s.key_norm[8 * n + 2 * c]);
-      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[8 * n + 2 * c]);
-      of[n] = {norm.x * (decay * until.x), norm.y * (decay * until.y)};
-      if (n % 2 == 0) decay *= n / 2 < block ? s.since_first[n / 2 * kBlock + kBlock - 1] : 1.0f;
+    for (int n = 0; n < 2 * (kBlocks - 1); ++n) {
+      of[n] = n / 2 < block ? *reinterpret_cast<const float2*>(&s.before[block][8 * n + 2 * c]) : float2{};
     }
   }
 };
@@ -1157,7 +1164,7 @@ template <class Own, class Other> __device__ __forceinline__ void each_pair_of(i
     if (j == block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) own(2 * j + i / 2, i % 2);
-    } else {
+    } else if (j < kBlocks - 1) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) other(2 * j + i / 2, i % 2);
     }
@@ -1174,8 +1181,8 @@ __device__ __forceinline__ void put_keys(
   float own[2], other[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int t = kBlock * block + g + 8 * half;
-    own[half] = s.beta[t] * s.key_norm[t], other[half] = own[half] * s.since_first[t];
+    const float4 row = s.rows[kBlock * block + g + 8 * half];
+    own[half] = row.x, other[half] = row.z;
   }
   each_pair_of(block, [&](int n, int half) {  // in the block
     const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
@@ -1193,7 +1200,7 @@ __device__ __forceinline__ void put_keys(
 // The same of queries, as `attend`.
 template <class Matrix>
 __device__ __forceinline__ void put_queries(
-    const OfTokens& s, float scale, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
+    const OfTokens& s, Matrix& attend, int block, const Products& of_queries, uint32 thread) {
   using In = ElementOf<Matrix>;
   const int g = thread % kWarp / 4, c = thread % 4;
   const KeyFactors factors(s, block, thread);
@@ -1201,8 +1208,8 @@ __device__ __forceinline__ void put_queries(
   float own[2], other[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int t = kBlock * block + g + 8 * half;
-    own[half] = scale * s.query_norm[t], other[half] = own[half] * s.since_first[t];
+    const float4 row = s.rows[kBlock * block + g + 8 * half];
+    own[half] = row.y, other[half] = row.w;
   }
   each_pair_of(block, [&](int n, int half) {  // in the block
     const int    t = g + 8 * half, at = 8 * n % kBlock + 2 * c;
@@ -1217,57 +1224,50 @@ __device__ __forceinline__ void put_queries(
   });
 }
 
+// From spans and norms. Half of the threads have tokens as rows, half as columns.
 template <class Operands>
-__device__ __forceinline__ void put_factors(const Operands& p, const OfTokens& s, ChunkFactors& to, uint32 thread) {
-  const int t = int(thread);
-  if (t >= kChunk) return;
-  const float since_first = s.since_first[t] * decay_of_blocks(s, 0, t / kBlock);
-  const float until_end   = s.until_end[t] * decay_of_blocks(s, t / kBlock + 1, kBlocks);
-  to.state[t] = since_first * s.key_norm[t];
-  to.end[t]   = until_end * s.key_norm[t];
-  to.query[t] = since_first * s.query_norm[t] * p.scale;
-  if (t == kChunk - 1) *reinterpret_cast<float4*>(to.decay) = {since_first, 0.0f, 0.0f, 0.0f};
+__device__ __forceinline__ void put_factors(const Operands& p, OfTokens& s, ChunkFactors& to, uint32 thread) {
+  const int   t = int(thread) % kChunk;
+  const float norm = s.key_norm[t];
+  if (int(thread) < kChunk) {
+    const float in_block = s.since_first[t], since_first = in_block * decay_of_blocks(s, 0, t / kBlock);
+    const float key = s.beta[t] * norm, query = s.query_norm[t] * p.scale;
+    s.rows[t] = {key, query, key * in_block, query * in_block};
+    to.state[t] = since_first * norm;
+    to.query[t] = since_first * query;
+    if (t == kChunk - 1) *reinterpret_cast<float4*>(to.decay) = {since_first, 0.0f, 0.0f, 0.0f};
+  } else {
+    float until = s.until_end[t] * norm;
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) {
+      if (i <= t / kBlock) continue;
+      s.before[i][t] = until;
+      until *= s.since_first[i * kBlock + kBlock - 1];
+    }
+    to.end[t] = until;
+  }
 }
 
-// Makes a chunk's products and factors from its keys, queries and gates, which are there. kOver: `inverting` and `made`
-// are where the keys and queries are, and a CTA is one of several of an SM. Barriers: of the warpgroup, and of blocks.
-template <bool kHasWgmma, bool kOver, bool kExact, class In, int kWide, class Operands, class Made, class Barriers>
+// Makes a chunk's products and factors from its keys, queries and gates, which are there. `inverting` and `made` are
+// where the keys and queries are, and a CTA is one of several of an SM. Barriers: of the warpgroup, and of blocks.
+template <bool kHasWgmma, bool kExact, class In, int kWide, class Operands, class Made, class Barriers>
 __device__ __forceinline__ void make(
     const Operands& p, Swizzled<In> (&keys)[kWide], Swizzled<In> (&queries)[kWide], OfTokens& s,
     Inverting<kExact>& inverting, Made& made, Barriers barriers) {
   const uint32 thread = ptx::thread_index() % kMakers;
-  const int    block  = kOver ? block_of_warp(thread) : __shfl_sync(~0u, thread / kWarp, 0);
+  const int    block  = block_of_warp(thread);
   Products of_keys, of_queries;
-  if constexpr (kOver) {
-    put_spans(s, thread);
-    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_keys)) x = 0.0f;
-    for (float& x : reinterpret_cast<float (&)[kChunk / 2]>(of_queries)) x = 0.0f;
-    multiply_rows<kHasWgmma, true>(p, keys, keys, block, of_keys, s.key_norm, thread);
-    multiply_rows<kHasWgmma, true>(p, queries, keys, block, of_queries, s.query_norm, thread);
-  } else {
-    start_products(of_keys, keys, keys);
-    put_spans(s, thread);
-    multiply_rows<kHasWgmma, false>(p, queries, keys, block, of_queries, s.query_norm, thread);
-    ptx::wgmma_wait_for<0>(of_keys);
-    float alone[2][4] = {};
-#pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (n / 2 == block) alone[n % 2][i] = of_keys[n][i];
-      }
-    }
-    put_norms(p, block, alone, s.key_norm, thread);
-  }
+  put_spans(s, thread);
+  multiply_rows<kHasWgmma>(p, keys, keys, block, of_keys, s.key_norm, thread);
+  multiply_rows<kHasWgmma>(p, queries, keys, block, of_queries, s.query_norm, thread);
   barriers.sync();  // spans and norms are there, and nobody reads any more what is overwritten
+  put_factors(p, s, made.factors, thread);
+  barriers.sync();
   put_keys(s, inverting, block, of_keys, thread);
-  if constexpr (!kOver) start_products(of_queries, queries, keys);
   __syncwarp();
   invert_block(s, inverting, made.solve, block, thread);
   barriers.done(block);
-  put_factors(p, s, made.factors, thread);
-  if constexpr (!kOver) ptx::wgmma_wait_for<0>(of_queries);
-  put_queries(s, p.scale, made.attend, block, of_queries, thread);  // the less, the more columns follow
+  put_queries(s, made.attend, block, of_queries, thread);  // the less, the more columns follow
   put_columns(s, inverting, made.solve, block, thread, barriers);
 }
 
@@ -1283,37 +1283,94 @@ template <int kFirst> struct MakerBarriers {
   __device__ __forceinline__ void wait(int block) const { ptx::barrier_sync(kFirst + block, (block + 1) * kWarp); }
 };
 
-// What the makers of a kernel that makes chunk after chunk share.
-template <bool kIs> struct Making {
-  OfTokens         of_tokens;
+// Of a kernel that makes chunk after chunk: what its producer prepares for the maker, `ready`, and the maker's own.
+template <bool kIs, int kStages> struct Making {
+  OfTokens         of_tokens[2];
   Inverting<false> inverting;
+  Barrier          ready[kStages];
 };
-template <> struct Making<false> {};
+template <int kStages> struct Making<false, kStages> { Barrier* ready; };
 
-// The warpgroup that makes a stage's products and factors, between the producer and consumers. Config: as the
-// producer's, and kMakerBarrier.
+// The producer's part of making a chunk: what is of single tokens.
+template <class Config> class Preparing {
+ public:
+  static constexpr int kWarps = kMakers / kWarp;  // that arrive at `ready`
+
+  // Where the stage's copies are under way.
+  __device__ __forceinline__ void next(
+      const typename Config::Operands& p, const Gates& gates, typename Config::Shared& shared,
+      const Ring<Config::kStages>& ring) {
+    const uint32 thread = maker();
+    const int    block  = __shfl_sync(~0u, thread / kWarp, 0);
+    auto& stage = shared.stages[ring.slot];
+    OfTokens& s = shared.making.of_tokens[turn_.slot];
+    if (two_) {
+      ptx::mbarrier_wait(&shared.made[behind_.slot], behind_.parity);
+      behind_.advance();
+    }
+    gates.put(s);
+    __syncwarp();
+    put_spans(s, thread);
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    ptx::fence_proxy_async();
+    const auto none = [](int, const uint4 (&)[kBlocks]) {};
+    norm_rows(p, stage.keys, block, s.key_norm, thread, none);
+    norm_rows(p, stage.queries, block, s.query_norm, thread, none);
+    ptx::barrier_sync(Config::kProducerBarrier, kMakers);
+    put_factors(p, s, stage.factors, thread);
+    __syncwarp();
+    if (thread % kWarp == 0) ptx::mbarrier_arrive(&shared.making.ready[ring.slot]);
+    turn_.advance();
+    two_ |= turn_.slot == 0;
+  }
+
+ private:
+  Ring<2> turn_;                 // of what is prepared
+  Ring<Config::kStages> behind_;  // the chunk that was prepared in the same place before
+  bool two_ = false;              // there is one
+};
+
+// The warpgroup that makes a stage's products, between the producer and consumers. Config: as the producer's, and
+// kMakerBarrier. The products of a chunk's keys run beside the inverse of the chunk before.
 template <class Config>
 __device__ __forceinline__ void make_chunks(
     const typename Config::Operands& p, const typename Config::Item& item, typename Config::Shared& shared) {
   auto& making = shared.making;
   const MakerBarriers<Config::kMakerBarrier> barriers;
-  const auto gates = [&](int chunk) { return Gates(p, item.first_of(chunk), item.tokens_of(chunk), item.head); };
   const int chunks = __shfl_sync(~0u, item.chunks(), 0);  // the same in all lanes, as the compiler now sees
+  if (chunks == 0) return;
   Ring<Config::kStages> ring;
-  Gates next = gates(0);
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    next.put(making.of_tokens);
+  Ring<2> turn;
+  Products of_keys, of_queries;
+  ptx::mbarrier_wait(&making.ready[ring.slot], ring.parity);
+  start_products(of_keys, shared.stages[ring.slot].keys, shared.stages[ring.slot].keys);
+  int chunk = 0;
+  do {
+    const uint32 thread = ptx::thread_index() % kMakers;
+    const int    block  = __shfl_sync(~0u, thread / kWarp, 0);
+    const uint32 slot   = ring.slot;
+    auto& stage = shared.stages[slot];
+    const OfTokens& s = making.of_tokens[turn.slot];
+    ptx::wgmma_wait_for<0>(of_keys);
+    put_keys(s, making.inverting, block, of_keys, thread);
+    start_products(of_queries, stage.queries, stage.keys);
     __syncwarp();
-    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
-    ptx::fence_proxy_async();
-    next = gates(chunk + 1);  // behind the fence, which waits for loads
-    auto& stage = shared.stages[ring.slot];
-    make<true, false>(p, stage.keys, stage.queries, making.of_tokens, making.inverting, stage, barriers);
+    invert_block(s, making.inverting, stage.solve, block, thread);
+    barriers.done(block);
+    ptx::wgmma_wait_for<0>(of_queries);
+    put_queries(s, stage.attend, block, of_queries, thread);
+    turn.advance();
+    if (++chunk < chunks) {  // otherwise the products that start are nobody's
+      ring.advance();
+      ptx::mbarrier_wait(&making.ready[ring.slot], ring.parity);
+    }
+    start_products(of_keys, shared.stages[ring.slot].keys, shared.stages[ring.slot].keys);
+    put_columns(s, making.inverting, stage.solve, block, thread, barriers);
     ptx::fence_proxy_async();
     barriers.sync();
-    if (maker() == 0) ptx::mbarrier_arrive(&shared.made[ring.slot]);
-    ring.advance();
-  }
+    if (maker() == 0) ptx::mbarrier_arrive(&shared.made[slot]);
+  } while (chunk < chunks);
+  ptx::wgmma_wait_for<0>(of_keys);
 }
 // ---- partials/async_copy ---------------------------------------------------
 // Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
@@ -1426,7 +1483,7 @@ struct Shared {
   union { Rows rows; Made made; };  // what is made overwrites the rows
   OfTokens of_tokens;
 };
-static_assert(sizeof(Shared) == 39936, "the launch counts on it");
+static_assert(sizeof(Shared) == 41984, "the launch counts on it");
 
 // ---- work of the CTA -------------------------------------------------------
 struct Chunk {
@@ -1500,7 +1557,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) gdn_prefill_products(
   if (!chunk.find(p, place)) return;
   load(p, chunk, head, s);
   __syncthreads();
-  make<kHasWgmma, true>(p, s.rows.keys, s.rows.queries, s.of_tokens, s.made.inverting, s.made.products, Barriers());
+  make<kHasWgmma>(p, s.rows.keys, s.rows.queries, s.of_tokens, s.made.inverting, s.made.products, Barriers());
   __syncthreads();
   const ChunkProducts<In>& made = s.made.products;
   uint4*       to   = reinterpret_cast<uint4*>(p.products + (place * p.heads + head) * sizeof(made));
