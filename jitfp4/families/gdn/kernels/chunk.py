@@ -10,6 +10,7 @@ from jitfp4.families.gdn.launches import PARAMS, bind, bound, grid, refused, req
 from jitfp4.families.gdn.problem import CHUNK_ROWS, MAX_CHUNK, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel
+from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
 
 
@@ -51,9 +52,8 @@ class ChunkSpec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: k and q, factors between tokens, gates."""
-        tokens, padding = self.max_tokens, 16 if self.state_dtype is DType.F32 else 4
-        floats_of_token = 2 * (self.head_dim + padding) + 2 * tokens + 2 * 2 + (tokens + 1) + 2
-        return 4 * tokens * floats_of_token
+        of_token = 2 * 2 * self.head_dim + 4 * (2 * self.max_tokens + 2 * 2 + (self.max_tokens + 1) + 2)
+        return round_up(self.max_tokens * of_token, 16)
 
 
 def specialise(problem: Problem, tactic: ChunkTactic) -> ChunkSpec:
