@@ -214,6 +214,43 @@ def test_simulated_token_counts(tokens: int) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "tactic",
+    [
+        WalkTactic(4, 1, 1, use_smem_v=True, bulk_stores=True),
+        WalkTactic(16, 2, 2, keep_state=True),
+        WalkTactic(64, 4, 2, bulk_stores=True),
+        WalkTactic(64, 8, 2, ahead=4),
+    ],
+    ids=str,
+)
+def test_simulated_rows_of_one_token_stay_as_in_memory(tactic: WalkTactic, dtype: torch.dtype) -> None:
+    arguments = case(2, 1, 1, 2, 64, dtype=dtype, state_dtype=torch.bfloat16, exact_gates=True)
+    assert delta_rule.specialise(_decode(arguments), tactic).max_tokens == 1
+    with GATED_DELTA_RULE.forced(tactic):
+        check_kernel(arguments, "cpu", "sm_90a")
+        check_kernel(arguments, "cpu", "sm_90a", l2norm=False, update=False)
+
+
+def _decode(arguments: Case) -> Problem:
+    dtype, head_dim = HALVES[arguments["q"].dtype], arguments["q"].shape[-1]
+    return PROBLEM._replace(
+        dtype=dtype, state_dtype=DType.BF16, head_dim=head_dim, value_dim=head_dim, tokens=1, store_steps=False
+    )
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("use_smem_v", [False, True])
+@pytest.mark.parametrize("cut", [(32, 4, 2), (64, 8, 2), (128, 8, 4)], ids=str)
+def test_simulated_rows_of_both_orders(cut: tuple[int, int, int], use_smem_v: bool) -> None:
+    with sim.device("sm_90a"), GATED_DELTA_RULE.forced(WalkTactic(*cut, use_smem_v)):
+        check_both_orders(128)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
 def test_simulated_gates_are_close() -> None:
     arguments = case(2, 3)
     want_out, want_states = recurrence(arguments)
