@@ -1,7 +1,8 @@
 """Many tactics of the gated delta rule's kernels on every size: families/gdn/tables.py follows from the results.
 
-Run on a GPU: ``python -m bench.search_gdn [--kv] [--out DIR]``; ``--kv``: states [K, V], in ``gdn_search_kv.csv``. One
-row for each case and tactic; ``of_best`` is its time divided by that of the best tactic.
+Run on a GPU: ``python -m bench.search_gdn [--part PART] [--out DIR]``, one of PARTS: calls that store the state after
+every token, in ``gdn_search.csv``; the final state alone, in ``gdn_search_final.csv``; states [K, V], in
+``gdn_search_kv.csv``. One row for each case and tactic; ``of_best`` is its time divided by that of the best tactic.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from jitfp4.formats import DType
 ARCH = Arch.of("sm_90a")
 REPLAYS = 5
 BATCHES = (1, 4, 8, 16, 32, 64)
-KINDS = (  # update, steps, tokens, state
-    *((True, True, tokens, "f32") for tokens in (1, 2, 4, 8)),
-    (False, True, 8, "f32"),
-    *((True, False, tokens, "f32") for tokens in (1, 2, 4, 8, 16)),
-    *((True, steps, tokens, "bf16") for steps, tokens in ((True, 4), (False, 1), (False, 4), (False, 8))),
-)
-KV_KINDS = ((True, False, 1, K_MAJOR),)
+PARTS = {  # of the file's name: update, steps, tokens, state
+    "steps": (
+        *((True, True, tokens, "f32") for tokens in (1, 2, 4, 8)),
+        (False, True, 8, "f32"),
+        (True, True, 4, "bf16"),
+    ),
+    "final": tuple((True, False, tokens, state) for state in ("f32", "bf16") for tokens in (1, 2, 4, 8, 16)),
+    "kv": ((True, False, 1, K_MAJOR),),
+}
 # Rows of a tile, rows of a lane, warps. States of small batches fit in L2; large batches are bound by memory.
 SMALL_CUTS = ((16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8), (64, 4, 4), (128, 4, 8), (128, 8, 4))
 LARGE_CUTS = ((8, 1, 2), (16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8))
@@ -110,19 +113,20 @@ def build_all(all_cases: list[Case]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kv", action="store_true")
+    parser.add_argument("--part", choices=PARTS, default="steps")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()
     all_cases = [
         Case(batch=batch, tokens=tokens, update=update, steps=steps, state=state)
-        for update, steps, tokens, state in (KV_KINDS if options.kv else KINDS)
+        for update, steps, tokens, state in PARTS[options.part]
         for batch in BATCHES
     ]
     build_all(all_cases)
     rows = []
     for case in all_cases:
         rows += search(case)
-    write_results(options.out / ("gdn_search_kv" if options.kv else "gdn_search"), rows, stamp())
+    name = "gdn_search" if options.part == "steps" else f"gdn_search_{options.part}"
+    write_results(options.out / name, rows, stamp())
     report(rows)
 
 

@@ -66,7 +66,8 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     ),
     "search_step --model 8b --batch 8": ({"MOST": 2}, {"step_search"}),
     "search_gdn": ({"BATCHES": (64,)}, {"gdn_search"}),
-    "search_gdn --kv": ({"BATCHES": (64,)}, {"gdn_search_kv"}),
+    "search_gdn --part final": ({"BATCHES": (64,)}, {"gdn_search_final"}),
+    "search_gdn --part kv": ({"BATCHES": (64,)}, {"gdn_search_kv"}),
     "search_norm": ({"ROWS": (1, 1000)}, {"norm_shapes"}),
 }
 NEVER_FILLED = {
