@@ -28,6 +28,7 @@ from jitfp4.formats import DType
 ARCH = Arch.of("sm_90a")
 REPLAYS = 5
 BATCHES = (1, 4, 8, 16, 32, 64)
+MANY = 256  # of calls that move few bytes, whose fixed costs matter longest
 PARTS = {  # of the file's name: update, steps, tokens, state
     "steps": (
         *((True, True, tokens, "f32") for tokens in (1, 2, 4, 8)),
@@ -46,6 +47,7 @@ DECODE_CUTS = (
 )
 CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 4, 6), 8: (0, 2)}  # by warps
 LARGE = 32  # batch from which states do not stay in L2
+FEW = 4  # tokens; of more, those that are taken one by one lose by far
 
 
 def tactics(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
@@ -65,11 +67,13 @@ def _worth_trying(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
             yield WalkTactic(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
     else:
         for ahead in (0, 96) if case.batch >= LARGE else (0,):
-            for cut in DECODE_CUTS:
-                yield WalkTactic(*cut, ahead=ahead)
-            yield WalkTactic(64, 4, 4, use_smem_v=True, ahead=ahead)
-            for warps in (2, 4, 8):
-                yield ChunkTactic(warps, ahead=ahead)
+            if case.tokens <= FEW:
+                for cut in DECODE_CUTS:
+                    yield WalkTactic(*cut, ahead=ahead)
+                yield WalkTactic(64, 4, 4, use_smem_v=True, ahead=ahead)
+            if case.tokens > 1:
+                for warps, bulk in product((4, 8), (False, True)):
+                    yield ChunkTactic(warps, ahead=ahead, bulk=bulk)
 
 
 def problem_of(case: Case) -> Problem:
@@ -101,7 +105,8 @@ def search(case: Case) -> list[dict[str, object]]:
 
 def _row(tactic: WalkTactic | ChunkTactic) -> dict[str, object]:
     kernel = {"kernel": "delta_rule" if isinstance(tactic, WalkTactic) else "chunk"}
-    return kernel | dict.fromkeys(field.name for field in fields(WalkTactic)) | asdict(tactic)
+    names = (field.name for kind in (WalkTactic, ChunkTactic) for field in fields(kind))
+    return kernel | dict.fromkeys(names) | asdict(tactic)
 
 
 def build_all(all_cases: list[Case]) -> None:
@@ -119,7 +124,7 @@ def main() -> None:
     all_cases = [
         Case(batch=batch, tokens=tokens, update=update, steps=steps, state=state)
         for update, steps, tokens, state in PARTS[options.part]
-        for batch in BATCHES
+        for batch in (*BATCHES, *((MANY,) if options.part == "final" else ()))
     ]
     build_all(all_cases)
     rows = []
@@ -138,7 +143,8 @@ def report(rows: list[dict[str, object]]) -> None:
 
 
 def _brief(row: dict[str, object]) -> str:
-    usual = {field.name: field.default for field in fields(WalkTactic) if field.default is not MISSING}
+    both = (*fields(WalkTactic), *fields(ChunkTactic))
+    usual = {field.name: field.default for field in both if field.default is not MISSING}
     changed = [f"{name}={row[name]}" for name in usual if row[name] is not None and row[name] != usual[name]]
     return "/".join([f"{row['kernel']} {row['tile_v']},{row['ilp_rows']},{row['warps']}", *changed])
 

@@ -91,7 +91,7 @@ def delta_rule_cases() -> Iterator[tuple[DeltaRuleProblem, Measured]]:
 
 def delta_rule_tactic(line: Line) -> WalkTactic | ChunkTactic:
     if line["kernel"] == "chunk":
-        return ChunkTactic(int(line["warps"]), int(line["ahead"]))
+        return ChunkTactic(int(line["warps"]), int(line["ahead"]), line.get("bulk") == "True")
     numbers = {name: int(line[name]) for name in ("tile_v", "ilp_rows", "warps", "ctas_per_sm", "ahead")}
     flags = {name: line[name] == "True" for name in ("use_smem_v", "keep_state", "bulk_stores")}
     return WalkTactic(**numbers, **flags)

@@ -25,12 +25,15 @@ Tactic = WalkTactic | ChunkTactic
 def _rows(*rows: tuple[int, int | None, Tactic], measured: str | None = None, **when: Any) -> Iterator[Row[Tactic]]:
     """Rows of (most tokens, most value heads in the batch, tactic), which follow from ``measured``.
 
-    Each tactic is followed by the same without bulk stores, and without prefetches, for problems and GPUs that cannot
+    Each tactic is followed by the same without bulk copies, and without prefetches, for problems and GPUs that cannot
     have them.
     """
     for tokens, heads, tactic in rows:
         limits = {"tokens": tokens} | ({} if heads is None else {"heads": heads})
-        plain = replace(tactic, bulk_stores=False) if isinstance(tactic, WalkTactic) else tactic
+        if isinstance(tactic, WalkTactic):
+            plain: Tactic = replace(tactic, bulk_stores=False)
+        else:
+            plain = replace(tactic, bulk=False)
         for one in dict.fromkeys((tactic, plain, replace(plain, ahead=0))):
             yield Row(one, when | limits, measured)
 
@@ -72,9 +75,7 @@ TABLE = Table(
             (2, None, WalkTactic(16, 2, 2)),
             (16, 64, ChunkTactic(4)),
             (16, 512, ChunkTactic(8)),
-            (4, 1024, WalkTactic(32, 2, 4, ahead=32)),
-            (4, None, WalkTactic(64, 4, 4, ahead=96)),
-            (16, None, ChunkTactic(4, ahead=96)),
+            (16, None, ChunkTactic(4, ahead=96, bulk=True)),
             state_dtype=DType.F32,
             store_steps=False,
         ),
@@ -88,8 +89,9 @@ TABLE = Table(
         *_rows(
             (4, 64, WalkTactic(32, 1, 8)),
             (16, 64, ChunkTactic(4)),
-            (2, None, WalkTactic(32, 4, 2)),
+            (1, None, WalkTactic(32, 4, 2)),
             (16, 512, ChunkTactic(8)),
+            (4, None, ChunkTactic(4, ahead=96, bulk=True)),
             (16, None, ChunkTactic(4)),
             state_dtype=DType.BF16,
             store_steps=False,
