@@ -1247,7 +1247,7 @@ struct Change {
   static constexpr bool kOne = kBlocks == 1;
   Factor terms[kAsIs || kOne ? 1 : 2];
 
-  // [token][row]
+  // u is [token][row].
   __device__ __forceinline__ void set(const float (&u)[2][C::kIlpRows]) {
     if constexpr (kAsIs) {
       const auto cut = [](float x) { return __uint_as_float(bits(x) & 0xFFFF0000u); };
