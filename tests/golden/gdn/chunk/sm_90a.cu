@@ -993,9 +993,8 @@ constexpr int kVectors = 2 * C::kMaxTokens;
 constexpr int kBlocks  = kVectors / 8;  // an mma multiplies by 8 vectors, which are those of 4 tokens
 constexpr int kGroups  = (kBlocks + 1) / 2;  // of 8 tokens, or all 4
 constexpr bool kAsIs   = kIsBf16<State> && kIsBf16<In>;  // products of bf16, without conversions
-// Between products, rows stay in registers, or only in shared memory where registers are few.
-constexpr bool kReread = C::kBulk && C::kMaxTokens * sizeof(State) > 16;
 constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // a float32 of the state is the sum of two TF32 numbers
+constexpr bool kReread = C::kBulk && C::kMaxTokens * sizeof(State) > 16;  // rows do not stay in registers meanwhile
 
 static_assert(C::kValueDim % C::kTileV == 0 && C::kTileV == C::kWarps * C::kWarpRows, "every row has a warp");
 static_assert(C::kMaxTokens % 4 == 0, "whole blocks");
@@ -1307,7 +1306,8 @@ __device__ __forceinline__ void update(Rows& h, const Sums& sums, Shared& s, int
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const f32x2 upper = mul(pair_of<State>(h[0], i + j), {decay, decay}), lower = mul(pair_of<State>(h[1], i + j), {decay, decay});
+      const f32x2 upper = mul(pair_of<State>(h[0], i + j), {decay, decay});
+      const f32x2 lower = mul(pair_of<State>(h[1], i + j), {decay, decay});
       float d[4] = {upper.x, upper.y, lower.x, lower.y};
 #pragma unroll
       for (int c = 0; c < kGroups; ++c) change[c].add(d, k[c][j]);
@@ -1400,10 +1400,10 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
   port.finish(h);
   multiply(sums, h, s);
   __syncthreads();
-  // Loaded late: ptxas may wait for a load at once, and above no register is free for the slot.
-  const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
+  const Entry entry = load_entry(write_slots, p.write_slot_bytes, item.n);  // above, no register is free for it
   solve(sums, s, values, p.tokens, t);
   store_outputs(sums, out + first_row, value_heads * C::kValueDim, p.tokens, t);
+  const int64 write_slot = p.update_state ? value_of(entry, p.write_slot_bytes, item.n) : -1;
   if (!exists(p, write_slot)) return;
   if constexpr (kReread) port.read(h);
   update(h, sums, s, p.tokens, t);

@@ -1109,8 +1109,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
-  // Loaded late: ptxas may wait for a load at once, and nothing above should wait for this one.
-  const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
+  const Entry entry = load_entry(write_slots, p.write_slot_bytes, item.n);
   __syncthreads();
 
   Writer writer = {s};
@@ -1119,6 +1118,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
     if (row != first_row) block.load(p, item, slot, row, lane);
     const int64 offset = item.rows<C::kStateLayout>(row, lane);
     walk(block, s, p, writer, offset, row, lane);
+    const int64 write_slot = p.update_state ? value_of(entry, p.write_slot_bytes, item.n) : -1;
     if (exists(p, write_slot)) writer.write<!C::kKeepState>(block.h, state + write_slot * state_stride + offset);
   }
   store_outputs(s, p, out);
