@@ -73,10 +73,11 @@ class WalkSpec(KernelSpec):
     """A CTA of ``warps`` warps takes ``tile_v`` rows of a state; a lane holds ``ilp_rows`` at a time.
 
     ``general``: parameters of the kernel say the types of a and b and the gaps between heads of a slot. ``max_tokens``
-    bounds the tokens of a call. ``use_smem_v``: v is staged in shared memory instead of registers. ``store_steps``: the
-    state after every token is stored. ``keep_state``: the final state stays in L2 for the next call, and all other data
-    is evicted first. ``bulk_stores``: the copy engine writes the states, a warp's rows at a time. ``ahead``: the states
-    of so many heads are prefetched into L2 in one burst, before their CTAs load them; 0 for none.
+    bounds the tokens of a call; with 1, rows of bf16 states stay in registers as they are in memory. ``use_smem_v``: v
+    is staged in shared memory instead of registers. ``store_steps``: the state after every token is stored.
+    ``keep_state``: the final state stays in L2 for the next call, and all other data is evicted first. ``bulk_stores``:
+    the copy engine writes the states, a warp's rows at a time. ``ahead``: the states of so many heads are prefetched
+    into L2 in one burst, before their CTAs load them; 0 for none.
     """
 
     dtype: DType

@@ -1,5 +1,5 @@
 // gdn_chunk, generated from templates/gdn/chunk.cu.j2
-// spec: {"ahead":0,"bulk":false,"dtype":"bf16","general":false,"head_dim":128,"max_tokens":4,"state_dtype":"f32","value_dim":128,"warps":8}
+// spec: {"ahead":0,"bulk":false,"dtype":"bf16","general":false,"head_dim":128,"max_tokens":4,"state_dtype":"f32","value_dim":128,"warps":4}
 //
 // The delta rule for many tokens, of which only the last state is stored. A CTA owns kTileV rows (V index) of one value
 // head's state; a warp holds 16 of them in registers and takes all tokens of its request at once, in the chunkwise form
@@ -975,8 +975,8 @@ struct Config {
   static constexpr int kHeadDim = 128;  // K
   static constexpr int kValueDim = 128;  // V
   static constexpr int kMaxTokens = 4;
-  static constexpr int kWarps = 8;
-  static constexpr int kTileV = 128;
+  static constexpr int kWarps = 4;
+  static constexpr int kTileV = 64;
   static constexpr int kAhead = 0;  // heads whose states are prefetched into L2 at a time; 0: none
   static constexpr bool kBulk = false;  // the copy engine moves the states
   static constexpr int kLanes = 4;  // lanes that share a row
