@@ -1,7 +1,8 @@
 """Many tactics of the gated delta rule's kernels on every size: families/gdn/tables.py follows from the results.
 
-Run on a GPU: ``python -m bench.search_gdn [--kv] [--out DIR]``; ``--kv``: states [K, V], in ``gdn_search_kv.csv``. One
-row for each case and tactic; ``of_best`` is its time divided by that of the best tactic.
+Run on a GPU: ``python -m bench.search_gdn [--part PART] [--out DIR]``, one of PARTS: calls that store the state after
+every token, in ``gdn_search.csv``; the final state alone, in ``gdn_search_final.csv``; states [K, V], in
+``gdn_search_kv.csv``. One row for each case and tactic; ``of_best`` is its time divided by that of the best tactic.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from jitfp4.formats import DType
 ARCH = Arch.of("sm_90a")
 REPLAYS = 5
 BATCHES = (1, 4, 8, 16, 32, 64)
-KINDS = (  # update, steps, tokens, state
-    *((True, True, tokens, "f32") for tokens in (1, 2, 4, 8)),
-    (False, True, 8, "f32"),
-    *((True, False, tokens, "f32") for tokens in (1, 2, 4, 8, 16)),
-    *((True, steps, tokens, "bf16") for steps, tokens in ((True, 4), (False, 1), (False, 4), (False, 8))),
-)
-KV_KINDS = ((True, False, 1, K_MAJOR),)
+MANY = 256  # of calls that move few bytes, whose fixed costs matter longest
+PARTS = {  # of the file's name: update, steps, tokens, state
+    "steps": (
+        *((True, True, tokens, "f32") for tokens in (1, 2, 4, 8)),
+        (False, True, 8, "f32"),
+        (True, True, 4, "bf16"),
+    ),
+    "final": tuple((True, False, tokens, state) for state in ("f32", "bf16") for tokens in (1, 2, 4, 8, 16)),
+    "kv": ((True, False, 1, K_MAJOR),),
+}
 # Rows of a tile, rows of a lane, warps. States of small batches fit in L2; large batches are bound by memory.
 SMALL_CUTS = ((16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8), (64, 4, 4), (128, 4, 8), (128, 8, 4))
 LARGE_CUTS = ((8, 1, 2), (16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8))
@@ -43,6 +47,7 @@ DECODE_CUTS = (
 )
 CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 4, 6), 8: (0, 2)}  # by warps
 LARGE = 32  # batch from which states do not stay in L2
+FEW = 4  # tokens; of more, those that are taken one by one lose by far
 
 
 def tactics(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
@@ -62,11 +67,13 @@ def _worth_trying(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
             yield WalkTactic(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
     else:
         for ahead in (0, 96) if case.batch >= LARGE else (0,):
-            for cut in DECODE_CUTS:
-                yield WalkTactic(*cut, ahead=ahead)
-            yield WalkTactic(64, 4, 4, use_smem_v=True, ahead=ahead)
-            for warps in (2, 4, 8):
-                yield ChunkTactic(warps, ahead=ahead)
+            if case.tokens <= FEW:
+                for cut in DECODE_CUTS:
+                    yield WalkTactic(*cut, ahead=ahead)
+                yield WalkTactic(64, 4, 4, use_smem_v=True, ahead=ahead)
+            if case.tokens > 1:
+                for warps, bulk in product((4, 8), (False, True)):
+                    yield ChunkTactic(warps, ahead=ahead, bulk=bulk)
 
 
 def problem_of(case: Case) -> Problem:
@@ -98,7 +105,8 @@ def search(case: Case) -> list[dict[str, object]]:
 
 def _row(tactic: WalkTactic | ChunkTactic) -> dict[str, object]:
     kernel = {"kernel": "delta_rule" if isinstance(tactic, WalkTactic) else "chunk"}
-    return kernel | dict.fromkeys(field.name for field in fields(WalkTactic)) | asdict(tactic)
+    names = (field.name for kind in (WalkTactic, ChunkTactic) for field in fields(kind))
+    return kernel | dict.fromkeys(names) | asdict(tactic)
 
 
 def build_all(all_cases: list[Case]) -> None:
@@ -110,19 +118,20 @@ def build_all(all_cases: list[Case]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kv", action="store_true")
+    parser.add_argument("--part", choices=PARTS, default="steps")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()
     all_cases = [
         Case(batch=batch, tokens=tokens, update=update, steps=steps, state=state)
-        for update, steps, tokens, state in (KV_KINDS if options.kv else KINDS)
-        for batch in BATCHES
+        for update, steps, tokens, state in PARTS[options.part]
+        for batch in (*BATCHES, *((MANY,) if options.part == "final" else ()))
     ]
     build_all(all_cases)
     rows = []
     for case in all_cases:
         rows += search(case)
-    write_results(options.out / ("gdn_search_kv" if options.kv else "gdn_search"), rows, stamp())
+    name = "gdn_search" if options.part == "steps" else f"gdn_search_{options.part}"
+    write_results(options.out / name, rows, stamp())
     report(rows)
 
 
@@ -134,7 +143,8 @@ def report(rows: list[dict[str, object]]) -> None:
 
 
 def _brief(row: dict[str, object]) -> str:
-    usual = {field.name: field.default for field in fields(WalkTactic) if field.default is not MISSING}
+    both = (*fields(WalkTactic), *fields(ChunkTactic))
+    usual = {field.name: field.default for field in both if field.default is not MISSING}
     changed = [f"{name}={row[name]}" for name in usual if row[name] is not None and row[name] != usual[name]]
     return "/".join([f"{row['kernel']} {row['tile_v']},{row['ilp_rows']},{row['warps']}", *changed])
 

@@ -57,7 +57,7 @@ def test_many_tokens_without_steps_get_it(name: str, heads: int) -> None:
         {"head_dim": 96},
         {"value_dim": 256},
         {"value_dim": 256, "general": True, "state_dtype": DType.BF16},
-        {"max_tokens": 4},
+        {"max_tokens": 2},
         {"warps": 3},
         {"head_dim": 64, "value_dim": 64, "warps": 8},
         {"ahead": 2},
@@ -70,11 +70,13 @@ def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None
 
 
 def test_every_build_uses_tensor_cores_and_no_local_memory() -> None:
-    """As the ledger has them, which is of today's sources."""
+    """As the ledger has them, which is of today's sources. At 16 tokens, a few registers in local memory leave room for
+    twice the warps: of float32 states they take a quarter off the time (gdn_search_final)."""
     rows = read(CHUNK)
     assert rows
     for name, row in rows.items():
-        assert int(row["HMMA"]) > 0 and int(row["LDL"]) + int(row["STL"]) == 0, name
+        few = 12 if "max_tokens=16" in name and "bulk=true" in name else 0
+        assert int(row["HMMA"]) > 0 and int(row["LDL"]) + int(row["STL"]) <= few, name
 
 
 # ---- checks on every device ------------------------------------------------------------------------------------------
@@ -123,12 +125,19 @@ class TestSimulated:
         ("given", "tactic", "options"),
         [
             ((1, 64, BF16, F32), ChunkTactic(1), {}),
+            ((2, 128, F16, BF16), ChunkTactic(4), {"use_qk_l2norm": False}),
+            ((3, 64, BF16, BF16), ChunkTactic(2, ahead=4), {}),
+            ((4, 128, BF16, BF16), ChunkTactic(2, bulk=True), {"scale": 2.0}),
+            ((4, 128, F16, F32), ChunkTactic(2, ahead=4, bulk=True), {}),
             ((5, 64, F16, BF16), ChunkTactic(2, ahead=4), {"scale": 0.75}),
             ((13, 64, F16, F32), ChunkTactic(1, ahead=4), {"disable_state_update": True}),
             ((16, 64, BF16, F32), ChunkTactic(4, ahead=4), {"use_qk_l2norm": False, "scale": 1.0}),
             ((8, 128, F16, BF16), ChunkTactic(2, ahead=4), {"use_qk_l2norm": False}),
+            ((8, 128, BF16, BF16), ChunkTactic(4), {}),
+            ((7, 64, F16, BF16), ChunkTactic(1, bulk=True), {"disable_state_update": True}),
             ((13, 128, F16, F32), ChunkTactic(8), {"scale": -0.5}),
             ((16, 128, BF16, F32), ChunkTactic(8, ahead=4), {}),
+            ((16, 64, BF16, BF16), ChunkTactic(4, bulk=True), {}),
         ],
         ids=str,
     )
@@ -164,9 +173,9 @@ class TestSimulated:
         check(arguments, "cpu", arch)
 
     @GATED_DELTA_RULE.forced(ChunkTactic(4))
-    @pytest.mark.parametrize("tokens", [7, 12])
-    def test_a_nan_reaches_no_earlier_token(self, arch: str, tokens: int) -> None:
-        arguments = case(1, tokens)
+    @pytest.mark.parametrize(("tokens", "state_dtype"), [(3, BF16), (4, F32), (7, F32), (8, BF16), (12, F32)], ids=str)
+    def test_a_nan_reaches_no_earlier_token(self, arch: str, tokens: int, state_dtype: torch.dtype) -> None:
+        arguments = case(1, tokens, state_dtype=state_dtype)
         want_out, want_pool = run(arguments, "cpu", arch)
         assert want_out.isfinite().all()
         for name in "qkvab":
@@ -199,7 +208,7 @@ class TestSimulated:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("tokens", [5, 8, 16])
+    @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 16])
     @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_shape(self, head_dim: int, state_dtype: torch.dtype, tokens: int) -> None:

@@ -112,6 +112,8 @@ def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
     [
         {"head_dim": 96},
         {"max_tokens": 5},
+        {"max_tokens": 1},
+        {"max_tokens": 1, "store_steps": False},
         {"ilp_rows": 3},
         {"warps": 3},
         {"tile_v": 8, "ilp_rows": 4},
@@ -210,6 +212,43 @@ def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int, w
 @pytest.mark.parametrize("tokens", [1, 4, 5, 16])
 def test_simulated_token_counts(tokens: int) -> None:
     check_kernel(case(1, tokens, exact_gates=True), "cpu", "sm_90a")
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "tactic",
+    [
+        WalkTactic(4, 1, 1, use_smem_v=True, bulk_stores=True),
+        WalkTactic(16, 2, 2, keep_state=True),
+        WalkTactic(64, 4, 2, bulk_stores=True),
+        WalkTactic(64, 8, 2, ahead=4),
+    ],
+    ids=str,
+)
+def test_simulated_rows_of_one_token_stay_as_in_memory(tactic: WalkTactic, dtype: torch.dtype) -> None:
+    arguments = case(2, 1, 1, 2, 64, dtype=dtype, state_dtype=torch.bfloat16, exact_gates=True)
+    assert delta_rule.specialise(_decode(arguments), tactic).max_tokens == 1
+    with GATED_DELTA_RULE.forced(tactic):
+        check_kernel(arguments, "cpu", "sm_90a")
+        check_kernel(arguments, "cpu", "sm_90a", l2norm=False, update=False)
+
+
+def _decode(arguments: Case) -> Problem:
+    dtype, head_dim = HALVES[arguments["q"].dtype], arguments["q"].shape[-1]
+    return PROBLEM._replace(
+        dtype=dtype, state_dtype=DType.BF16, head_dim=head_dim, value_dim=head_dim, tokens=1, store_steps=False
+    )
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("use_smem_v", [False, True])
+@pytest.mark.parametrize("cut", [(32, 4, 2), (64, 8, 2), (128, 8, 4)], ids=str)
+def test_simulated_rows_of_both_orders(cut: tuple[int, int, int], use_smem_v: bool) -> None:
+    with sim.device("sm_90a"), GATED_DELTA_RULE.forced(WalkTactic(*cut, use_smem_v)):
+        check_both_orders(128)
 
 
 @pytest.mark.sim
@@ -329,7 +368,8 @@ class TestOnGpu:
 
     def test_a_slot_that_all_tokens_write_keeps_the_last(self) -> None:
         arguments = moved(case(64, 4, 2, 16, 128), "cuda")
-        want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
+        with GATED_DELTA_RULE.forced(WalkTactic(64, 4, 4)):
+            want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
         slots = torch.arange(64, device="cuda")[:, None].expand(64, 4).contiguous()
         out, state = gated_delta_rule_mtp(**arguments, ssm_state_indices=slots)
         assert_same_bytes("output", out, want_out)

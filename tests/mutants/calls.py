@@ -69,8 +69,15 @@ def quantize_by_table() -> None:
         quantized(lambda a, g: jitfp4.nvfp4_quantize(a.to(torch.float8_e4m3fn), g), 150)
 
 
-def gdn(tactic: WalkTactic | ChunkTactic | None, tokens: int, head_dim: int, *, steps: bool = False) -> None:
-    arguments = case(2, tokens, 1, 2, head_dim, exact_gates=True)
+def gdn(
+    tactic: WalkTactic | ChunkTactic | None,
+    tokens: int,
+    head_dim: int,
+    *,
+    steps: bool = False,
+    state_dtype: torch.dtype = torch.float32,
+) -> None:
+    arguments = case(2, tokens, 1, 2, head_dim, exact_gates=True, state_dtype=state_dtype)
     if steps:
         arguments["intermediate_states_buffer"] = poisoned((2, tokens, 2, head_dim, head_dim), torch.float32, "cpu")
     with GATED_DELTA_RULE.forced(tactic) if tactic else nullcontext():

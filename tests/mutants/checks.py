@@ -210,6 +210,11 @@ CHECKS: dict[str, Subject] = {
             lambda arch: gdn.check_without_slots(arch, WalkTactic(16, 2, 2)),
         ),
     ),
+    "gdn, one token of bf16 states": Subject(
+        "gdn_delta_rule",
+        (lambda _: gdn.test_simulated_rows_of_one_token_stay_as_in_memory(WalkTactic(64, 4, 2), BF16),),
+        ("sm_90a",),
+    ),
     "gdn, bulk stores": Subject(
         "gdn_delta_rule", (gdn_steps(_CUTS[0], 64, 3), gdn_steps(_CUTS[0], 64, 6, update=False), gates(_CUTS[0], 64, 3))
     ),
@@ -229,6 +234,13 @@ CHECKS: dict[str, Subject] = {
             chunk_steps(5, ChunkTactic(4)),
             chunk_steps(8, ChunkTactic(4), use_qk_l2norm=False, scale=0.75),
             lambda arch: chunk.TestSimulated().test_strides(arch),
+        ),
+    ),
+    "gdn, chunk by bulk copies": Subject(
+        "gdn_chunk",
+        (
+            chunk_steps(3, ChunkTactic(4, bulk=True), state_dtype=BF16),
+            chunk_steps(8, ChunkTactic(2, bulk=True), head_dim=128),
         ),
     ),
     "gdn, chunk ahead": Subject(

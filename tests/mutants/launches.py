@@ -93,6 +93,12 @@ KERNELS: dict[str, Launch] = {
         "gdn_delta_rule", lambda: calls.gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64)
     ),
     "gdn, chunk": Launch("gdn_chunk", lambda: calls.gdn(ChunkTactic(2), 5, 64)),
+    "gdn, chunk by bulk copies": Launch(
+        "gdn_chunk", lambda: calls.gdn(ChunkTactic(2, bulk=True), 3, 64, state_dtype=torch.bfloat16)
+    ),
+    "gdn, one token of bf16 states": Launch(
+        "gdn_delta_rule", lambda: calls.gdn(WalkTactic(32, 4, 2), 1, 64, state_dtype=torch.bfloat16)
+    ),
     "gdn, prefill": Launch("gdn_prefill", lambda: calls.gdn_prefill(PrefillTactic(32, 2))),
     "gdn, prefill on warpgroups": Launch(
         "gdn_prefill_wgmma", lambda: calls.gdn_prefill_long(WgmmaPrefillTactic(64)), HOPPER

@@ -175,8 +175,10 @@ def gdn_writes(tactic: WalkTactic) -> Check:
     return run
 
 
-def chunk_steps(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
-    return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, 64, BF16, F32), tactic, options)
+def chunk_steps(
+    tokens: int, tactic: ChunkTactic, *, state_dtype: torch.dtype = F32, head_dim: int = 64, **options: Any
+) -> Check:
+    return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, head_dim, BF16, state_dtype), tactic, options)
 
 
 def prompts(tactic: PrefillTactic | WgmmaPrefillTactic, *lengths: int, head_dim: int = 64, **options: Any) -> Check:

@@ -13,8 +13,8 @@ from jitfp4.formats import DType
 STATE_DTYPES = {dtype: FLOATS[dtype] for dtype in (torch.float32, torch.bfloat16)}
 HEAD_DIMS = (128, 64)
 VALUE_DIMS = {128: (128, 256), 64: (64,)}  # by head_dim; those that differ from head_dim only for float32 states
-MAX_TOKENS = (4, 16)
-MAX_CHUNK = (8, 16)
+MAX_TOKENS = (1, 4, 16)
+MAX_CHUNK = (4, 8, 16)
 CHUNK_ROWS = 16  # rows of a state that a warp of the chunkwise kernel takes
 AHEAD_GRAIN = 4  # heads that one CTA prefetches into L2
 

@@ -25,12 +25,15 @@ Tactic = WalkTactic | ChunkTactic
 def _rows(*rows: tuple[int, int | None, Tactic], measured: str | None = None, **when: Any) -> Iterator[Row[Tactic]]:
     """Rows of (most tokens, most value heads in the batch, tactic), which follow from ``measured``.
 
-    Each tactic is followed by the same without bulk stores, and without prefetches, for problems and GPUs that cannot
+    Each tactic is followed by the same without bulk copies, and without prefetches, for problems and GPUs that cannot
     have them.
     """
     for tokens, heads, tactic in rows:
         limits = {"tokens": tokens} | ({} if heads is None else {"heads": heads})
-        plain = replace(tactic, bulk_stores=False) if isinstance(tactic, WalkTactic) else tactic
+        if isinstance(tactic, WalkTactic):
+            plain: Tactic = replace(tactic, bulk_stores=False)
+        else:
+            plain = replace(tactic, bulk=False)
         for one in dict.fromkeys((tactic, plain, replace(plain, ahead=0))):
             yield Row(one, when | limits, measured)
 
@@ -66,15 +69,19 @@ TABLE = Table(
             store_steps=True,
         ),
         *_rows(
+            (1, 64, WalkTactic(32, 2, 4)),
             (4, 64, WalkTactic(32, 1, 8)),
             (2, 512, WalkTactic(64, 4, 4)),
-            (2, 1024, WalkTactic(32, 2, 4, ahead=32)),
-            (2, None, WalkTactic(16, 2, 2)),
-            (16, 64, ChunkTactic(4)),
-            (16, 512, ChunkTactic(8)),
-            (4, 1024, WalkTactic(32, 2, 4, ahead=32)),
-            (4, None, WalkTactic(64, 4, 4, ahead=96)),
-            (16, None, ChunkTactic(4, ahead=96)),
+            (2, 1024, WalkTactic(32, 2, 4, ahead=96)),
+            (2, None, WalkTactic(32, 2, 4)),
+            (4, 512, ChunkTactic(4)),
+            (4, None, ChunkTactic(4, ahead=96, bulk=True)),
+            (8, 64, ChunkTactic(4)),
+            (8, 512, ChunkTactic(8)),
+            (8, None, ChunkTactic(4, bulk=True)),
+            (16, 128, ChunkTactic(8)),
+            (16, None, ChunkTactic(8, bulk=True)),
+            measured="h200/gdn_search_final.csv",
             state_dtype=DType.F32,
             store_steps=False,
         ),
@@ -86,11 +93,16 @@ TABLE = Table(
             store_steps=True,
         ),
         *_rows(
+            (1, 64, WalkTactic(32, 2, 4)),
             (4, 64, WalkTactic(32, 1, 8)),
-            (16, 64, ChunkTactic(4)),
-            (2, None, WalkTactic(32, 4, 2)),
-            (16, 512, ChunkTactic(8)),
-            (16, None, ChunkTactic(4)),
+            (1, 1024, WalkTactic(64, 4, 4)),
+            (1, None, WalkTactic(32, 4, 2)),
+            (8, 512, ChunkTactic(8)),
+            (4, None, ChunkTactic(4, bulk=True)),
+            (8, None, ChunkTactic(4)),
+            (16, 128, ChunkTactic(8)),
+            (16, None, ChunkTactic(8, bulk=True)),
+            measured="h200/gdn_search_final.csv",
             state_dtype=DType.BF16,
             store_steps=False,
         ),

@@ -10,6 +10,7 @@ from jitfp4.families.gdn.launches import PARAMS, bind, bound, grid, refused, req
 from jitfp4.families.gdn.problem import CHUNK_ROWS, MAX_CHUNK, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel
+from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
 
 
@@ -19,14 +20,20 @@ class ChunkTactic:
 
     warps: int
     ahead: int = 0
+    bulk: bool = False
 
 
-TACTICS = tuple(ChunkTactic(warps, ahead) for warps, ahead in product((2, 4, 8), (0, 32, 48, 96)))
+TACTICS = tuple(
+    ChunkTactic(warps, ahead, bulk) for warps, ahead, bulk in product((2, 4, 8), (0, 32, 48, 96), (False, True))
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSpec(KernelSpec):
-    """A warp takes 16 rows of a [V, K] state and up to ``max_tokens`` tokens at once; the rest is as in WalkSpec."""
+    """A warp takes 16 rows of a [V, K] state and up to ``max_tokens`` tokens at once.
+
+    ``bulk``: the copy engine moves the states, a warp's rows at a time. The rest is as in WalkSpec.
+    """
 
     dtype: DType
     state_dtype: DType
@@ -36,6 +43,7 @@ class ChunkSpec(KernelSpec):
     max_tokens: int
     warps: int
     ahead: int
+    bulk: bool
 
     def __post_init__(self) -> None:
         require_dims(self)
@@ -50,10 +58,10 @@ class ChunkSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: k and q, factors between tokens, gates."""
-        tokens, padding = self.max_tokens, 16 if self.state_dtype is DType.F32 else 4
-        floats_of_token = 2 * (self.head_dim + padding) + 2 * tokens + 2 * 2 + (tokens + 1) + 2
-        return 4 * tokens * floats_of_token
+        """Shared memory of a CTA in bytes: rows and their barriers, k and q, factors between tokens, gates."""
+        of_token = 2 * 2 * self.head_dim + 4 * (2 * self.max_tokens + 2 * 2 + (self.max_tokens + 1) + 2)
+        rows = self.tile_v * self.head_dim * (4 if self.state_dtype is DType.F32 else 2) + 8 * self.warps
+        return (round_up(rows, 16) if self.bulk else 0) + round_up(self.max_tokens * of_token, 16)
 
 
 def specialise(problem: Problem, tactic: ChunkTactic) -> ChunkSpec:
@@ -67,13 +75,14 @@ def specialise(problem: Problem, tactic: ChunkTactic) -> ChunkSpec:
         max_tokens=bound(problem, MAX_CHUNK),
         warps=tactic.warps,
         ahead=tactic.ahead,
+        bulk=tactic.bulk,
     )
 
 
 def rejects(problem: Problem, tactic: ChunkTactic, arch: Arch) -> str | None:
     if problem.store_steps or problem.state_layout is not StateLayout.VK:
         return "it takes [V, K] states, and does not store the states of steps"
-    if not arch.has_tma and tactic.ahead:
+    if not arch.has_tma and (tactic.ahead or tactic.bulk):
         return "the GPU has no copy engine"
     return refused(specialise, problem, tactic, arch)
 

@@ -73,10 +73,11 @@ class WalkSpec(KernelSpec):
     """A CTA of ``warps`` warps takes ``tile_v`` rows of a state; a lane holds ``ilp_rows`` at a time.
 
     ``general``: parameters of the kernel say the types of a and b and the gaps between heads of a slot. ``max_tokens``
-    bounds the tokens of a call. ``use_smem_v``: v is staged in shared memory instead of registers. ``store_steps``: the
-    state after every token is stored. ``keep_state``: the final state stays in L2 for the next call, and all other data
-    is evicted first. ``bulk_stores``: the copy engine writes the states, a warp's rows at a time. ``ahead``: the states
-    of so many heads are prefetched into L2 in one burst, before their CTAs load them; 0 for none.
+    bounds the tokens of a call; with 1, rows of bf16 states stay in registers as they are in memory. ``use_smem_v``: v
+    is staged in shared memory instead of registers. ``store_steps``: the state after every token is stored.
+    ``keep_state``: the final state stays in L2 for the next call, and all other data is evicted first. ``bulk_stores``:
+    the copy engine writes the states, a warp's rows at a time. ``ahead``: the states of so many heads are prefetched
+    into L2 in one burst, before their CTAs load them; 0 for none.
     """
 
     dtype: DType
@@ -111,6 +112,8 @@ class WalkSpec(KernelSpec):
             raise ArgumentError("state_layout", "kv", "a float32 state and ilp_rows of 4 or 8")
         if self.state_layout is StateLayout.KV and self.bulk_stores:
             raise ArgumentError("bulk_stores", True, "False for [K, V], where a warp's rows are not contiguous")
+        if self.max_tokens == 1 and not _packs(self):
+            raise ArgumentError("max_tokens", 1, "a bf16 state without steps, in the usual form")
         require_grain(self.ahead)
 
     @property
@@ -133,10 +136,22 @@ def specialise(problem: Problem, tactic: WalkTactic) -> WalkSpec:
         general=problem.general,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
-        max_tokens=bound(problem, MAX_TOKENS[-1:] if problem.general else MAX_TOKENS),  # rare: fewer builds
+        max_tokens=bound(problem, _bounds(problem)),
         store_steps=problem.store_steps,
         **cut,
     )
+
+
+def _bounds(problem: Problem) -> tuple[int, ...]:
+    """What may bound the tokens of a call: few values where a build is rare, and 1 where its kernel is another one."""
+    if problem.general:
+        return MAX_TOKENS[-1:]
+    return MAX_TOKENS if _packs(problem) else MAX_TOKENS[1:]
+
+
+def _packs(of: Problem | WalkSpec) -> bool:
+    """Whether a build for one token may hold rows as they are in memory."""
+    return of.state_dtype is DType.BF16 and not of.store_steps and not of.general
 
 
 def rejects(problem: Problem, tactic: WalkTactic, arch: Arch) -> str | None:

@@ -1,5 +1,5 @@
 // gdn_chunk, generated from templates/gdn/chunk.cu.j2
-// spec: {"ahead":0,"dtype":"bf16","general":false,"head_dim":128,"max_tokens":8,"state_dtype":"f32","value_dim":128,"warps":8}
+// spec: {"ahead":0,"bulk":false,"dtype":"bf16","general":false,"head_dim":128,"max_tokens":4,"state_dtype":"f32","value_dim":128,"warps":4}
 //
 // The delta rule for many tokens, of which only the last state is stored. A CTA owns kTileV rows (V index) of one value
 // head's state; a warp holds 16 of them in registers and takes all tokens of its request at once, in the chunkwise form
@@ -11,8 +11,10 @@
 // h k_t and h q_t are one matrix product; so are all k_s k_t and k_s q_t, and the sums over u_t k_t. Only u is computed
 // token by token, from a few numbers of a row instead of all its columns.
 //
-// The products run on the tensor cores. k and q are exact in TF32; h and u are split into two TF32 numbers, which keep
-// 22 of their 24 bits (h of a bf16 state is one TF32 number). Everything else is float32; 1 / sqrt is approximate.
+// The products run on the tensor cores. Vectors of 16-bit floats and a bf16 state are multiplied as they are, unless
+// their types differ; otherwise the factors are TF32 numbers, of which two have 22 of the 24 bits of a float32. u is
+// split into two or three numbers of the kind that the state is multiplied in, of 16 bits at least. Everything else is
+// float32; 1 / sqrt is approximate.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -192,6 +194,23 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
+// ---- partials/matrices -----------------------------------------------------
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
+namespace ptx {
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
 // ---- partials/mma ----------------------------------------------------------
 namespace ptx {
 // d += a b for a 16 x 8 and an 8 x 8 matrix in TF32, the upper 19 bits of each element. With g = lane / 4 and
@@ -201,6 +220,34 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], ui
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
       " {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+}  // namespace ptx
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
 }
 }  // namespace ptx
 
@@ -401,31 +448,18 @@ template <class Config> struct Lanes : Config {
 
 // ---- gdn/rows --------------------------------------------------------------
 // Moves a lane's rows of a state between memory and registers, in 16-byte accesses. C: Lanes.
-template <typename State, int N>
-__device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
-  const uint32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if constexpr (N == 2) {
-      x[i] = {__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
-    } else {
-      x[i] = {low<State>(words[i]), high<State>(words[i])};
-    }
-  }
+
+// A lane's rows of a [V, K] state as they are in memory.
+template <class C> using Packed = uint32[C::kIlpRows][4 * C::kAccesses];
+
+template <typename State, int N> __device__ __forceinline__ f32x2 pair_of(const uint32 (&row)[N], int i) {
+  if constexpr (sizeof(State) == 4) return {__uint_as_float(row[2 * i]), __uint_as_float(row[2 * i + 1])};
+  else return {low<State>(row[i]), high<State>(row[i])};
 }
-template <typename State, int N>
-__device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
-  uint32 words[4];
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if constexpr (N == 2) {
-      words[2 * i]     = __float_as_uint(x[i].x);
-      words[2 * i + 1] = __float_as_uint(x[i].y);
-    } else {
-      words[i] = to_pair<State>(x[i].x, x[i].y);
-    }
-  }
-  return {words[0], words[1], words[2], words[3]};
+
+template <typename State, int N> __device__ __forceinline__ void set_pair(uint32 (&row)[N], int i, f32x2 x) {
+  if constexpr (sizeof(State) == 4) row[2 * i] = __float_as_uint(x.x), row[2 * i + 1] = __float_as_uint(x.y);
+  else row[i] = to_pair<State>(x.x, x.y);
 }
 
 // The offset in a head's state of a lane's part of rows row, row + 1, ...
@@ -440,59 +474,87 @@ __device__ __forceinline__ float& at(f32x2 (&h)[kRows][kPairs], int row, int col
   return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
 }
 
+// The offset of a [V, K] lane's access m to its row r.
+template <class C> __device__ __forceinline__ int access(int r, int m) {
+  return r * C::kHeadDim + m * (C::kLanes * C::kVec);
+}
+
+// The offset of a [K, V] lane's access to its column c, rows r to r + 3.
+template <class C> __device__ __forceinline__ int column_access(int r, int c) {
+  return (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r;
+}
+
+template <class C, StateLayout kLayout>
+__device__ __forceinline__ void load_rows(Packed<C>& h, const typename C::State* p) {
+  static_assert(kLayout == StateLayout::kVk, "neighbours in memory are of one row");
+#pragma unroll
+  for (int r = 0; r < C::kIlpRows; ++r) {
+#pragma unroll
+    for (int m = 0; m < C::kAccesses; ++m) {
+      const uint4 words = ptx::ld_once(p + access<C>(r, m));
+      h[r][4 * m] = words.x, h[r][4 * m + 1] = words.y, h[r][4 * m + 2] = words.z, h[r][4 * m + 3] = words.w;
+    }
+  }
+}
+
 template <class C, StateLayout kLayout>
 __device__ __forceinline__ void load_rows(typename C::Rows& h, const typename C::State* p) {
   if constexpr (kLayout == StateLayout::kVk) {
+    Packed<C> packed;
+    load_rows<C, kLayout>(packed, p);
 #pragma unroll
-    for (int r = 0; r < C::kIlpRows; ++r) {
-#pragma unroll
-      for (int m = 0; m < C::kAccesses; ++m) {
-        f32x2 x[C::kVec / 2];
-        unpack<typename C::State>(ptx::ld_once(p + r * C::kHeadDim + m * (C::kLanes * C::kVec)), x);
-#pragma unroll
-        for (int i = 0; i < C::kVec / 2; ++i) h[r][m * (C::kVec / 2) + i] = x[i];
-      }
+    for (int i = 0; i < C::kIlpRows * C::kPairs; ++i) {
+      h[i / C::kPairs][i % C::kPairs] = pair_of<typename C::State>(packed[i / C::kPairs], i % C::kPairs);
     }
   } else {
 #pragma unroll
     for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
       for (int r = 0; r < C::kIlpRows; r += 4) {
-        f32x2 x[2];
-        unpack<typename C::State>(ptx::ld_once(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r), x);
-        at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
+        const uint4 words = ptx::ld_once(p + column_access<C>(r, c));
+        at(h, r, c) = __uint_as_float(words.x), at(h, r + 1, c) = __uint_as_float(words.y);
+        at(h, r + 2, c) = __uint_as_float(words.z), at(h, r + 3, c) = __uint_as_float(words.w);
       }
     }
   }
 }
 
 enum class To { kL2, kMemory, kShared };
+template <To kTo, typename State> __device__ __forceinline__ void store_words(State* at, const uint4& words) {
+  if constexpr (kTo == To::kL2) ptx::st(at, words);
+  if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
+  if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
+}
+
+template <class C, To kTo, StateLayout kLayout>
+__device__ __forceinline__ void store_rows(const Packed<C>& h, typename C::State* p) {
+  static_assert(kLayout == StateLayout::kVk, "neighbours in memory are of one row");
+#pragma unroll
+  for (int r = 0; r < C::kIlpRows; ++r) {
+#pragma unroll
+    for (int m = 0; m < C::kAccesses; ++m) {
+      store_words<kTo>(p + access<C>(r, m), uint4{h[r][4 * m], h[r][4 * m + 1], h[r][4 * m + 2], h[r][4 * m + 3]});
+    }
+  }
+}
+
 template <class C, To kTo, StateLayout kLayout>
 __device__ __forceinline__ void store_rows(typename C::Rows& h, typename C::State* p) {
-  using State = typename C::State;
-  const auto store = [](State* at, const uint4& words) {
-    if constexpr (kTo == To::kL2) ptx::st(at, words);
-    if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
-    if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
-  };
   if constexpr (kLayout == StateLayout::kVk) {
+    Packed<C> packed;
 #pragma unroll
-    for (int r = 0; r < C::kIlpRows; ++r) {
-#pragma unroll
-      for (int m = 0; m < C::kAccesses; ++m) {
-        f32x2 x[C::kVec / 2];
-#pragma unroll
-        for (int i = 0; i < C::kVec / 2; ++i) x[i] = h[r][m * (C::kVec / 2) + i];
-        store(p + r * C::kHeadDim + m * (C::kLanes * C::kVec), pack<State>(x));
-      }
+    for (int i = 0; i < C::kIlpRows * C::kPairs; ++i) {
+      set_pair<typename C::State>(packed[i / C::kPairs], i % C::kPairs, h[i / C::kPairs][i % C::kPairs]);
     }
+    store_rows<C, kTo, kLayout>(packed, p);
   } else {
 #pragma unroll
     for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
       for (int r = 0; r < C::kIlpRows; r += 4) {
-        const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
-        store(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r, pack<State>(x));
+        const float x[4] = {at(h, r, c), at(h, r + 1, c), at(h, r + 2, c), at(h, r + 3, c)};
+        store_words<kTo>(p + column_access<C>(r, c), uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                         __float_as_uint(x[2]), __float_as_uint(x[3])});
       }
     }
   }
@@ -517,12 +579,28 @@ template <class C> struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
-// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
-__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+// What is loaded together is used after all loads were issued: until then it stays as it is in memory, because even a
+// conversion would wait.
+
+// Entry n of an index list of 4- or 8-byte integers; nothing where there is no list (0 bytes), and the entry is n.
+struct Entry { uint32 low, high; };
+
+__device__ __forceinline__ Entry load_entry(const void* list, int bytes, int64 n) {
+  Entry entry = {};
+  if (bytes == 0) return entry;
+  const uint8* from = static_cast<const uint8*>(list) + n * bytes;
+  entry.low  = ptx::ld<uint32>(from);
+  entry.high = ptx::ld<uint32>(from + bytes - 4);
+  return entry;
+}
+
+__device__ __forceinline__ int64 value_of(const Entry& entry, int bytes, int64 n) {
   if (bytes == 0) return n;
-  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
-  return int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n));
+  return bytes == 8 ? int64(uint64(entry.high) << 32 | entry.low) : int32(entry.low);
+}
+
+__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+  return value_of(load_entry(slots, bytes, n), bytes, n);
 }
 
 // Whether the pool has a slot; a negative one never exists.
@@ -540,16 +618,23 @@ __device__ __forceinline__ void clear_outputs(const Operands& p, typename C::In*
 
 template <typename In> __device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
 
-template <class C> __device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
-  if (C::kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  return load_half(static_cast<const typename C::In*>(p) + i);
+template <class C> __device__ __forceinline__ uint32 load_gate(const void* p, int64 i, int bytes) {
+  if (C::kGeneral && bytes == 4) return ptx::ld<uint32>(static_cast<const float*>(p) + i);
+  return ptx::ld<uint16>(static_cast<const typename C::In*>(p) + i);
+}
+
+template <class C> __device__ __forceinline__ float gate_of(uint32 bits, int bytes) {
+  return C::kGeneral && bytes == 4 ? __uint_as_float(bits) : low<typename C::In>(bits);
 }
 
 enum class Bias : int { kF32, kBf16, kF16 };
-__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
-  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
-  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
+__device__ __forceinline__ uint32 load_bias(const void* p, int i, Bias type) {
+  if (type == Bias::kF32) return ptx::ld<uint32>(static_cast<const float*>(p) + i);
+  return ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
+}
+
+__device__ __forceinline__ float bias_of(uint32 bits, Bias type) {
+  return type == Bias::kF32 ? __uint_as_float(bits) : type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
 }
 
 constexpr int kShare = 4;  // heads that one CTA prefetches
@@ -595,9 +680,12 @@ template <class C, bool kSteps> struct ItemInputs {
   static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
 
   uint2 kq[kInFlight];
-  float a, b, a_log, bias;  // of token threadIdx.x
-  int64 step;
+  uint32 a, b, a_log, bias;  // of token gate_token()
+  Entry step;
 
+  // The last warp has the gates: with few tokens, it has no row of k or q. Beyond the last token, and in other warps,
+  // the number is one that no token has.
+  static __device__ __forceinline__ uint32 gate_token() { return threadIdx.x - (C::kThreads - kWarp); }
   static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
   static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
 
@@ -613,15 +701,13 @@ template <class C, bool kSteps> struct ItemInputs {
   template <class Operands> __device__ __forceinline__ void load(const Operands& p, const Item<C>& item) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
-    if (threadIdx.x >= p.tokens) return;
-    const int t = threadIdx.x;
+    const uint32 t = gate_token();
+    if (t >= p.tokens) return;
     a     = load_gate<C>(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
     b     = load_gate<C>(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
-    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
+    a_log = ptx::ld<uint32>(p.a_log + item.head);
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
-    if constexpr (kSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
-    }
+    if constexpr (kSteps) step = load_entry(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
   }
 
   // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
@@ -641,15 +727,17 @@ template <class C, bool kSteps> struct ItemInputs {
     return ssq[0];
   }
 
-  // Returns the gates of token threadIdx.x.
+  // Returns the gates of token gate_token().
   template <class Operands>
   __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item<C>& item) const {
     Token<kSteps> token;
-    token.decay = expf(-expf(a_log) * softplus(a + bias));
-    token.beta  = 1.0f / (1.0f + expf(-b));
+    const float x = gate_of<C>(a, p.a_bytes) + bias_of(bias, Bias(p.dt_bias_type));
+    token.decay = expf(-expf(__uint_as_float(a_log)) * softplus(x));
+    token.beta  = 1.0f / (1.0f + expf(-gate_of<C>(b, p.b_bytes)));
     if constexpr (kSteps) {
-      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
-      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
+      const int64 in_buffer = item.n * p.steps_batch_stride + gate_token() * p.steps_token_stride;
+      const int64 slot = value_of(step, p.step_slot_bytes, 0);
+      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, slot) ? slot * p.steps_token_stride : -1);
     }
     return token;
   }
@@ -667,11 +755,217 @@ template <class C, bool kSteps, class Operands>
 __device__ __forceinline__ int64 begin(const Operands& p, const Item<C>& item, ItemInputs<C, kSteps>& inputs,
                                        typename C::In* out) {
   if constexpr (kHasPdl) ptx::griddep_wait();
-  const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
+  const Entry entry = load_entry(p.slots, p.slot_bytes, item.n);
   inputs.load(p, item);
+  const int64 slot = value_of(entry, p.slot_bytes, item.n);
   if (!exists(p, slot)) clear_outputs<C>(p, out);
   return slot;
 }
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and loads from it.
+namespace ptx {
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gdn/row_port ----------------------------------------------------------
+// A warp's rows in shared memory, as they are in memory, and the barrier that counts their bytes.
+template <class C, bool kUsed> struct Tiles {
+  alignas(16) typename C::State rows[C::kWarps][C::kWarpRows * C::kHeadDim];
+  Barrier arrived[C::kWarps];
+};
+template <class C> struct Tiles<C, false> {};
+
+// Moves a warp's rows, of which four lanes share two, between memory and registers. Either each lane loads and stores
+// its own, in pieces of 64 bytes of eight rows; or the copy engine moves all of them at once through shared memory,
+// which L2 and DRAM serve faster. Then lanes of even and of odd rows take neighbouring pieces of 64 bytes in turns, so
+// that there are no bank conflicts.
+template <class C, bool kBulk> struct RowPort {
+  using State = typename C::State;
+  static constexpr uint32 kBytes = C::kWarpRows * C::kHeadDim * sizeof(State);
+  Tiles<C, kBulk>& tiles;
+
+  static __device__ __forceinline__ int64 offset() {
+    const int thread = threadIdx.x % kWarp;
+    return lane_offset<C, StateLayout::kVk>(thread / C::kLanes * C::kIlpRows, thread % C::kLanes);
+  }
+
+  // Starts to load the rows from `p`, where the warp's first row begins.
+  __device__ __forceinline__ void start(Packed<C>& h, const State* p) {
+    if constexpr (kBulk) {
+      const int warp = threadIdx.x / kWarp;
+      if (threadIdx.x % kWarp != 0) return;
+      ptx::mbarrier_init(&tiles.arrived[warp], 1);
+      ptx::fence_mbarrier_init();
+      ptx::mbarrier_arrive_expect_tx(&tiles.arrived[warp], kBytes);
+      ptx::bulk_load_once(tiles.rows[warp], p, kBytes, &tiles.arrived[warp]);
+    } else {
+      load_rows<C, StateLayout::kVk>(h, p + offset());
+    }
+  }
+
+  // Waits for the rows. A __syncthreads() separates it from start().
+  __device__ __forceinline__ void finish(Packed<C>& h) {
+    if constexpr (kBulk) ptx::mbarrier_wait(&tiles.arrived[threadIdx.x / kWarp], 0);
+    read(h);
+  }
+
+  // Reads the rows from shared memory, if they are there.
+  __device__ __forceinline__ void read(Packed<C>& h) {
+    if constexpr (kBulk) {
+      each_pair([&](State* first, State* second, uint32* words, bool odd) {
+        const uint4 a = *reinterpret_cast<const uint4*>(first), b = *reinterpret_cast<const uint4*>(second);
+        const uint4 x = odd ? b : a, y = odd ? a : b;
+        words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+        words[4] = y.x, words[5] = y.y, words[6] = y.z, words[7] = y.w;
+      }, h);
+    }
+  }
+
+  // Stores the rows to `p`; bulk copies read shared memory until the function returns.
+  __device__ __forceinline__ void store(Packed<C>& h, State* p) {
+    if constexpr (kBulk) {
+      each_pair([&](State* first, State* second, const uint32* words, bool odd) {
+        const uint4 x = {words[0], words[1], words[2], words[3]}, y = {words[4], words[5], words[6], words[7]};
+        *reinterpret_cast<uint4*>(first) = odd ? y : x, *reinterpret_cast<uint4*>(second) = odd ? x : y;
+      }, h);
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (threadIdx.x % kWarp != 0) return;
+      ptx::bulk_store<true>(p, tiles.rows[threadIdx.x / kWarp], kBytes);
+      ptx::bulk_wait_read<0>();
+    } else {
+      store_rows<C, To::kMemory, StateLayout::kVk>(h, p + offset());
+    }
+  }
+
+ private:
+  // Calls use(first, second, words, odd) for two neighbouring accesses of a lane to one row and their eight words.
+  template <typename Use> __device__ __forceinline__ void each_pair(Use use, Packed<C>& h) {
+    const bool odd = threadIdx.x / C::kLanes % 2;
+    State* rows = tiles.rows[threadIdx.x / kWarp] + offset();
+#pragma unroll
+    for (int r = 0; r < C::kIlpRows; ++r) {
+#pragma unroll
+      for (int m = 0; m < C::kAccesses; m += 2) {
+        use(rows + access<C>(r, m + odd), rows + access<C>(r, m + 1 - odd), &h[r][4 * m], odd);
+      }
+    }
+  }
+};
 
 // ---- spec ------------------------------------------------------------------
 struct Config {
@@ -680,10 +974,11 @@ struct Config {
   static constexpr bool kGeneral = false;  // a and b may be float32, heads of a slot have gaps
   static constexpr int kHeadDim = 128;  // K
   static constexpr int kValueDim = 128;  // V
-  static constexpr int kMaxTokens = 8;
-  static constexpr int kWarps = 8;
-  static constexpr int kTileV = 128;
+  static constexpr int kMaxTokens = 4;
+  static constexpr int kWarps = 4;
+  static constexpr int kTileV = 64;
   static constexpr int kAhead = 0;  // heads whose states are prefetched into L2 at a time; 0: none
+  static constexpr bool kBulk = false;  // the copy engine moves the states
   static constexpr int kLanes = 4;  // lanes that share a row
   static constexpr int kIlpRows = 2;  // rows of a lane
 };
@@ -693,16 +988,16 @@ struct Config {
 using C = Lanes<Config>;
 using In = C::In;
 using State = C::State;
-using Rows = C::Rows;
-// The vectors that h is multiplied by: k of every token, then q of every token.
+// Vectors 2 t and 2 t + 1 are k and q of token t: h is multiplied by all of them.
 constexpr int kVectors = 2 * C::kMaxTokens;
-constexpr int kBlocks  = kVectors / 8;  // an mma multiplies by 8 vectors
-constexpr int kTokenBlocks = C::kMaxTokens / 8;
+constexpr int kBlocks  = kVectors / 8;  // an mma multiplies by 8 vectors, which are those of 4 tokens
+constexpr int kGroups  = (kBlocks + 1) / 2;  // of 8 tokens, or all 4
+constexpr bool kAsIs   = kIsBf16<State> && kIsBf16<In>;  // products of bf16, without conversions
 constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // a float32 of the state is the sum of two TF32 numbers
-constexpr int kStride  = C::kHeadDim + (C::kVec == 4 ? 16 : 4);  // of a vector, padded against bank conflicts
+constexpr bool kReread = C::kBulk && C::kMaxTokens * sizeof(State) > 16;  // rows do not stay in registers meanwhile
 
 static_assert(C::kValueDim % C::kTileV == 0 && C::kTileV == C::kWarps * C::kWarpRows, "every row has a warp");
-static_assert(C::kMaxTokens % 8 == 0, "whole blocks");
+static_assert(C::kMaxTokens % 4 == 0, "whole blocks");
 
 struct Operands {
   const In* q;
@@ -751,25 +1046,22 @@ struct Operands {
 using Inputs = ItemInputs<C, false>;
 
 // ---- shared memory ---------------------------------------------------------
-struct Shared {
-  alignas(16) float vectors[kVectors][kStride];   // not normalised; zero beyond the last token
-  float mix[C::kMaxTokens][kVectors];                // [s][n]: the factor of u_s in the result of vector n
-  float start[kVectors];                          // [n]: the factor of (h times vector n) in the result of vector n
-  float norms[kVectors];                          // 1 / length of k; 1 / length of q, times scale
-  float span[C::kMaxTokens][C::kMaxTokens + 1];         // [t][s + 1]: E_ts, zero where s > t; [t][0]: D_t
-  Token<false> tokens[C::kMaxTokens];                // beyond the last one, decay and beta are zero
+struct Shared : Tiles<C, C::kBulk> {
+  alignas(16) uint4 vectors[kVectors][C::kPairs];  // not normalised; zero beyond the last token
+  float mix[C::kMaxTokens][kVectors];  // [s][n]: the factor of u_s in the result of vector n
+  float start[kVectors];  // [n]: the factor of (h times vector n) in the result of vector n
+  float norms[kVectors];  // 1 / length of k; 1 / length of q, times scale
+  float span[C::kMaxTokens][C::kMaxTokens + 1];  // [t][s + 1]: E_ts, zero where s > t; [t][0]: D_t
+  Token<false> tokens[C::kMaxTokens];  // beyond the last one, decay and beta are zero
 };
 
-static_assert(sizeof(Shared) == 10208, "the launch counts on it");
+static_assert(sizeof(Shared) == 2352, "the launch counts on it");
 
-// The first column of a lane's group i of four columns.
-__device__ __forceinline__ int column(int i, int lane) {
-  constexpr int kFours = C::kVec / 4;
-  return i / kFours * (C::kLanes * C::kVec) + lane * C::kVec + i % kFours * 4;
-}
-
-__device__ __forceinline__ float4 columns_of(const Shared& s, int vector, int i, int lane) {
-  return *reinterpret_cast<const float4*>(&s.vectors[vector][column(i, lane)]);
+// Piece i of a vector has the columns of the lanes' pairs i: word t is that of lane t. So a matrix of eight pieces is
+// what an mma takes, as it is or transposed. The order of pieces differs between vectors, so that neither eight
+// neighbours nor every second one of sixteen have bank conflicts.
+__device__ __forceinline__ uint4* piece(Shared& s, int vector, int i) {
+  return &s.vectors[vector][i ^ (vector ^ vector / 8) % 8];
 }
 
 __device__ __forceinline__ uint32 bits(float x) { return __float_as_uint(x); }
@@ -778,7 +1070,7 @@ __device__ __forceinline__ uint32 bits(float x) { return __float_as_uint(x); }
 // Computes the gates of every token, and the products of decays: lane s + 1 multiplies the decays of tokens after s.
 __device__ __forceinline__ void stage_gates(Shared& s, const Operands& p, const Item<C>& item, const Inputs& inputs) {
   Token<false> token = {};
-  const int lane = threadIdx.x;
+  const int lane = threadIdx.x % kWarp;
   if (lane < p.tokens) token = inputs.token(p, item);
   if (lane < C::kMaxTokens) s.tokens[lane] = token;
   float product = 1.0f;
@@ -791,65 +1083,71 @@ __device__ __forceinline__ void stage_gates(Shared& s, const Operands& p, const 
 }
 
 __device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item<C>& item, const Inputs& inputs) {
-  if (threadIdx.x < kWarp) stage_gates(s, p, item, inputs);
+  if (threadIdx.x / kWarp == C::kWarps - 1) stage_gates(s, p, item, inputs);
   inputs.for_rows(p, item, kVectors, [&](int r, uint2 halves) {
     const float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
     const float norm = p.l2norm ? ptx::rsqrt_approx(Inputs::squares(x) + kNormEps) : 1.0f;
     if (r >= kVectors) return;
-    const int vector = r % 2 * C::kMaxTokens + r / 2;
-    *reinterpret_cast<float4*>(&s.vectors[vector][Inputs::column()]) = {x[0], x[1], x[2], x[3]};
-    if (Inputs::column() == 0) s.norms[vector] = r % 2 ? norm * p.scale : norm;
+    constexpr int kFours = C::kVec / 4;
+    const int column = Inputs::column(), lane = column / C::kVec % C::kLanes;
+    const int i = column / (C::kLanes * C::kVec) * kFours + column / 4 % kFours;
+    reinterpret_cast<uint32*>(piece(s, r, 2 * i))[lane] = halves.x;
+    reinterpret_cast<uint32*>(piece(s, r, 2 * i + 1))[lane] = halves.y;
+    if (column == 0) s.norms[r] = r % 2 ? norm * p.scale : norm;
   });
 }
 
 // The factor of a product with vector n: with k, it is subtracted from v and multiplied by beta; with q, it is a part
 // of the output.
 __device__ __forceinline__ float weight(const Shared& s, int n) {
-  return n < C::kMaxTokens ? -s.norms[n] * s.tokens[n].beta : s.norms[n];
+  return n % 2 ? s.norms[n] : -s.norms[n] * s.tokens[n / 2].beta;
 }
 
 // Computes every k_s k_t and k_s q_t times its factors, and the factors of every h k_t and h q_t.
 __device__ __forceinline__ void stage_mix(Shared& s) {
-  if (threadIdx.x < kVectors) {
-    const int n = threadIdx.x;
-    s.start[n] = weight(s, n) * s.span[n % C::kMaxTokens][0];
-  }
-  constexpr int kSources = C::kMaxTokens / 8, kTargets = kVectors / 16;
-  const int g = threadIdx.x % kWarp / C::kLanes, t = threadIdx.x % C::kLanes;
-  for (int tile = C::kWarps - 1 - threadIdx.x / kWarp; tile < kSources * kTargets; tile += C::kWarps) {
-    const int source = tile % kSources * 8, target = tile / kSources * 16 + g;
-    float products[4][4] = {};  // four independent accumulators, so that no mma waits for the previous one
+  if (threadIdx.x < kVectors) s.start[threadIdx.x] = weight(s, threadIdx.x) * s.span[threadIdx.x / 2][0];
+  constexpr int kTargets = (kVectors + 15) / 16;
+  const int thread = threadIdx.x % kWarp, g = thread / C::kLanes, t = thread % C::kLanes;
+  for (int tile = threadIdx.x / kWarp; tile < kGroups * kTargets; tile += C::kWarps) {
+    const int source = tile % kGroups * 8, target = tile / kGroups * 16;
+    const int from_vector = 2 * ((source + thread % 8) % C::kMaxTokens), to_vector = (target + thread % 16) % kVectors;
+    float products[2][4] = {};  // independent accumulators, so that no mma waits for the previous one
 #pragma unroll
-    for (int i = 0; i < C::kQuads; ++i) {
-      const float4 k = columns_of(s, source + g, i, t);
-      const float4 x = columns_of(s, target, i, t), y = columns_of(s, target + 8, i, t);
-      ptx::mma_tf32(products[i % 2], {bits(x.x), bits(y.x), bits(x.y), bits(y.y)}, bits(k.x), bits(k.y));
-      ptx::mma_tf32(products[2 + i % 2], {bits(x.z), bits(y.z), bits(x.w), bits(y.w)}, bits(k.z), bits(k.w));
+    for (int i = 0; i < C::kPairs; i += 4) {
+      const uint4 k = ptx::load_matrices(ptx::shared_address(piece(s, from_vector, i + thread / 8)));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 x = ptx::load_matrices(ptx::shared_address(piece(s, to_vector, i + 2 * half + thread / 16)));
+        ptx::mma_half<In>(products[half], {x.x, x.y, x.z, x.w}, half ? k.z : k.x, half ? k.w : k.y);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int from = source + 2 * t + i % 2, to = target + i / 2 * 8, token = to % C::kMaxTokens;
-      const bool counts = to < C::kMaxTokens ? from < token : from <= token;
-      const float product = (products[0][i] + products[1][i]) + (products[2][i] + products[3][i]);
-      s.mix[from][to] = counts ? product * s.norms[from] * weight(s, to) * s.span[token][from + 1] : 0.0f;
+      const int from = source + 2 * t + i % 2, to = target + g + i / 2 * 8, token = to / 2;
+      if (from >= C::kMaxTokens || to >= kVectors) continue;
+      const bool counts = to % 2 ? from <= token : from < token;
+      const float product = products[0][i] + products[1][i];
+      s.mix[from][to] = counts ? product * s.norms[from * 2] * weight(s, to) * s.span[token][from + 1] : 0.0f;
     }
   }
 }
 
 // ---- a warp's rows ---------------------------------------------------------
-// [b][r][i]: a number for row r of a lane and vector 8 b + 2 t + i.
+using Rows = Packed<C>;
+
+// [b][r][i]: a number for row r of a lane and vector 8 b + 2 t + i, which is k or q of token 4 b + t.
 using Sums = float[kBlocks][C::kIlpRows][2];
 
-// words[b][i] has v of a lane's two rows at token 8 b + 2 t + i.
+// words[b] has v of a lane's two rows at token 4 b + t.
 struct Values {
-  uint32 words[kTokenBlocks][2];
+  uint32 words[kBlocks];
 
   // `v` points to the first of the lane's rows.
   __device__ __forceinline__ void load(const In* v, int64 token_stride, int tokens, int lane) {
 #pragma unroll
-    for (int i = 0; i < 2 * kTokenBlocks; ++i) {
-      const int token = i / 2 * 8 + 2 * lane + i % 2;
-      words[i / 2][i % 2] = token < tokens ? ptx::ld<uint32>(v + token * token_stride) : 0;
+    for (int b = 0; b < kBlocks; ++b) {
+      const int token = 4 * b + lane;
+      words[b] = token < tokens ? ptx::ld<uint32>(v + token * token_stride) : 0;
     }
   }
 };
@@ -868,30 +1166,38 @@ __device__ __forceinline__ void split(Factor (&terms)[N], const float (&whole)[4
 }
 
 // Sets `sums` to h times every vector.
-__device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared& s, int g, int t) {
-  float products[kTerms][kBlocks][4] = {};
+__device__ __forceinline__ void multiply(Sums& sums, const Rows& h, Shared& s) {
+  const int thread = threadIdx.x % kWarp;
+  constexpr int kChains = C::kMaxTokens > 8 ? 1 : kTerms;  // independent accumulators, where there are registers
+  float products[kChains][kBlocks][4] = {};
 #pragma unroll
-  for (int i = 0; i < C::kQuads; ++i) {
-    Factor left[2][kTerms];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const f32x2 upper = h[0][2 * i + half], lower = h[1][2 * i + half];
-      split(left[half], {upper.x, lower.x, upper.y, lower.y});
-    }
+  for (int i = 0; i < C::kPairs; i += 4) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const float4 x = columns_of(s, 8 * b + g, i, t);
+      const uint4 four = ptx::load_matrices(ptx::shared_address(piece(s, 8 * b + thread % 8, i + thread / 8)));
+      const uint32 x[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int term = 0; term < kTerms; ++term) {
-        ptx::mma_tf32(products[term][b], left[0][term], bits(x.x), bits(x.y));
-        ptx::mma_tf32(products[term][b], left[1][term], bits(x.z), bits(x.w));
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (kAsIs) {
+          if (j % 2) continue;
+          const int w = i + j;
+          ptx::mma_half<In>(products[0][b], {h[0][w], h[1][w], h[0][w + 1], h[1][w + 1]}, x[j], x[j + 1]);
+        } else {
+          Factor left[kTerms];
+          const f32x2 upper = pair_of<State>(h[0], i + j), lower = pair_of<State>(h[1], i + j);
+          split(left, {upper.x, lower.x, upper.y, lower.y});
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term) {
+            ptx::mma_tf32(products[term % kChains][b], left[term], bits(low<In>(x[j])), bits(high<In>(x[j])));
+          }
+        }
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kBlocks * 4; ++i) {
     float sum = products[0][i / 4][i % 4];
-    if (kTerms == 2) sum += products[kTerms - 1][i / 4][i % 4];
+    if (kChains == 2) sum += products[kChains - 1][i / 4][i % 4];
     sums[i / 4][i % 4 / 2][i % 2] = sum;
   }
 }
@@ -899,32 +1205,28 @@ __device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared
 // Computes u token by token. `sums` has the products with h before, u and the outputs after.
 __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values& values, int tokens, int t) {
 #pragma unroll
-  for (int i = 0; i < kBlocks * 2; ++i) {
-    const int b = i / 2, n = 8 * b + 2 * t + i % 2;
-    sums[b][0][i % 2] *= s.start[n];
-    sums[b][1][i % 2] *= s.start[n];
-    if (b < kTokenBlocks) {
-      const float beta = s.tokens[n].beta;
-      sums[b][0][i % 2] += beta * low<In>(values.words[b][i % 2]);
-      sums[b][1][i % 2] += beta * high<In>(values.words[b][i % 2]);
+  for (int b = 0; b < kBlocks; ++b) {
+    const float2 start = *reinterpret_cast<const float2*>(&s.start[8 * b + 2 * t]);
+    const float beta = s.tokens[4 * b + t].beta;
+#pragma unroll
+    for (int r = 0; r < C::kIlpRows; ++r) {
+      const float v = r ? high<In>(values.words[b]) : low<In>(values.words[b]);
+      sums[b][r][0] = sums[b][r][0] * start.x + beta * v, sums[b][r][1] *= start.y;
     }
   }
 #pragma unroll
   for (int token = 0; token < C::kMaxTokens; ++token) {
     if (token >= tokens) break;
-    const int owner = token % 8 / 2;
-    const float u[C::kIlpRows] = {__shfl_sync(~0u, sums[token / 8][0][token % 2], owner, C::kLanes),
-                               __shfl_sync(~0u, sums[token / 8][1][token % 2], owner, C::kLanes)};
+    const float u[C::kIlpRows] = {__shfl_sync(~0u, sums[token / 4][0][0], token % 4, C::kLanes),
+                                  __shfl_sync(~0u, sums[token / 4][1][0], token % 4, C::kLanes)};
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int n = 8 * b + 2 * t;
-      const float2 mix = *reinterpret_cast<const float2*>(&s.mix[token][n]);
+    for (int b = token / 4; b < kBlocks; ++b) {
+      if (4 * b + t < token) continue;  // an earlier token: its factor is 0, but u may be NaN
+      const float2 mix = *reinterpret_cast<const float2*>(&s.mix[token][8 * b + 2 * t]);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if ((n + i) % C::kMaxTokens < token) continue;  // an earlier token: its factor is 0, but u may be NaN
-        const float factor = i ? mix.y : mix.x;
-        sums[b][0][i] = fmaf(u[0], factor, sums[b][0][i]);
-        sums[b][1][i] = fmaf(u[1], factor, sums[b][1][i]);
+      for (int r = 0; r < C::kIlpRows; ++r) {
+        sums[b][r][0] = fmaf(u[r], mix.x, sums[b][r][0]);
+        sums[b][r][1] = fmaf(u[r], mix.y, sums[b][r][1]);
       }
     }
   }
@@ -933,46 +1235,93 @@ __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values&
 // `out` points to the first of the lane's rows.
 __device__ __forceinline__ void store_outputs(const Sums& sums, In* out, int64 stride, int tokens, int t) {
 #pragma unroll
-  for (int i = 0; i < kTokenBlocks * 2; ++i) {
-    const int token = i / 2 * 8 + 2 * t + i % 2, b = kTokenBlocks + i / 2;
-    const uint32 words[1] = {to_pair<In>(sums[b][0][i % 2], sums[b][1][i % 2])};
-    if (token < tokens) st_halves<C::kIlpRows>(out + token * stride, words);
+  for (int b = 0; b < kBlocks; ++b) {
+    const uint32 words[1] = {to_pair<In>(sums[b][0][1], sums[b][1][1])};
+    if (4 * b + t < tokens) st_halves<C::kIlpRows>(out + (4 * b + t) * stride, words);
   }
 }
 
-// Updates h to the state after the last token.
-__device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& s, int tokens, int g, int t) {
-  Factor left[kTokenBlocks][2];
+// What a lane adds to the state for the tokens of a group: token t, and t + 4 if there are more than four.
+struct Change {
+  static constexpr bool kOne = kBlocks == 1;
+  Factor terms[kAsIs || kOne ? 1 : 2];
+
+  // u is [token][row].
+  __device__ __forceinline__ void set(const float (&u)[2][C::kIlpRows]) {
+    if constexpr (kAsIs) {
+      const auto cut = [](float x) { return __uint_as_float(bits(x) & 0xFFFF0000u); };
 #pragma unroll
-  for (int b = 0; b < kTokenBlocks; ++b) {
-    float u[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = 8 * b + 2 * t + i / 2;
-      u[i] = token < tokens ? sums[b][i % 2][i / 2] * s.norms[token] * s.span[tokens - 1][token + 1] : 0.0f;
+      for (int r = 0; r < C::kIlpRows; ++r) {
+        const float rest = u[0][r] - cut(u[0][r]), other = kOne ? rest : u[1][r];
+        terms[0][r]     = to_pair<bf16>(cut(u[0][r]), cut(other));
+        terms[0][2 + r] = to_pair<bf16>(kOne ? rest - cut(rest) : rest, kOne ? 0.0f : other - cut(other));
+      }
+    } else if constexpr (kOne) {
+      Factor parts[2];
+      split(parts, {u[0][0], u[0][1], 0.0f, 0.0f});
+      terms[0][0] = parts[0][0], terms[0][1] = parts[0][1], terms[0][2] = parts[1][0], terms[0][3] = parts[1][1];
+    } else {
+      split(terms, {u[0][0], u[0][1], u[1][0], u[1][1]});
     }
-    split(left[b], u);
+  }
+
+  // `k` has k of token t, and of token t + 4 or again of t.
+  __device__ __forceinline__ void add(float (&d)[4], uint32 k) const {
+    if constexpr (kAsIs) {
+      ptx::mma_half<In>(d, terms[0], k, k);
+    } else {
+#pragma unroll
+      for (const Factor& term : terms) ptx::mma_tf32(d, term, bits(low<In>(k)), bits(high<In>(k)));
+    }
+  }
+};
+
+// Updates h to the state after the last token.
+__device__ __forceinline__ void update(Rows& h, const Sums& sums, Shared& s, int tokens, int t) {
+  const int thread = threadIdx.x % kWarp;
+  Change change[kGroups];
+#pragma unroll
+  for (int c = 0; c < kGroups; ++c) {
+    float u[2][C::kIlpRows] = {};
+#pragma unroll
+    for (int b = 2 * c; b < kBlocks && b < 2 * c + 2; ++b) {
+      const int token = 4 * b + t;
+#pragma unroll
+      for (int r = 0; r < C::kIlpRows && token < tokens; ++r) {
+        u[b % 2][r] = sums[b][r][0] * s.norms[2 * token] * s.span[tokens - 1][token + 1];
+      }
+    }
+    change[c].set(u);
   }
   const float decay = s.span[tokens - 1][0];
+  // Rows of a matrix are k of tokens 0, 4, 1, 5, 2, ... of a group, or of each of four tokens twice.
+  const int vector = 2 * (thread % 8 / 2) + (Change::kOne ? 0 : thread % 2 * 8);
 #pragma unroll
-  for (int i = 0; i < C::kPairs; ++i) {
-    const int at = column(i / 2, g / 2) + i % 2 * 2 + g % 2;
-    const f32x2 upper = mul(h[0][i], {decay, decay}), lower = mul(h[1][i], {decay, decay});
-    float d[4] = {upper.x, upper.y, lower.x, lower.y};
+  for (int i = 0; i < C::kPairs; i += 4) {
+    uint32 k[kGroups][4];
 #pragma unroll
-    for (int b = 0; b < kTokenBlocks; ++b) {
-      const float(&k)[kStride] = s.vectors[8 * b + 2 * t], (&next)[kStride] = s.vectors[8 * b + 2 * t + 1];
-#pragma unroll
-      for (int term = 0; term < 2; ++term) ptx::mma_tf32(d, left[b][term], bits(k[at]), bits(next[at]));
+    for (int c = 0; c < kGroups; ++c) {
+      const uint4 four = ptx::load_matrices_transposed(ptx::shared_address(piece(s, 16 * c + vector, i + thread / 8)));
+      k[c][0] = four.x, k[c][1] = four.y, k[c][2] = four.z, k[c][3] = four.w;
     }
-    h[0][i] = {d[0], d[1]}, h[1][i] = {d[2], d[3]};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const f32x2 upper = mul(pair_of<State>(h[0], i + j), {decay, decay});
+      const f32x2 lower = mul(pair_of<State>(h[1], i + j), {decay, decay});
+      float d[4] = {upper.x, upper.y, lower.x, lower.y};
+#pragma unroll
+      for (int c = 0; c < kGroups; ++c) change[c].add(d, k[c][j]);
+      set_pair<State>(h[0], i + j, {d[0], d[1]});
+      set_pair<State>(h[1], i + j, {d[2], d[3]});
+    }
   }
 }
 
 // ---- kernel ----------------------------------------------------------------
-// Warps that an SM must hold at once: they limit a thread to 168, 128 or 96 registers. Packed floats need register
-// pairs, and so the highest limit; a state of one TF32 number needs fewer registers, and more warps hide its loads.
-constexpr int kMinWarps = C::kMaxTokens > 8 || kHasF32x2 ? 12 : kTerms == 1 ? 20 : 16;
+// Warps that an SM must hold at once: they limit a thread to 168, 128, 96 or 80 registers. Packed floats need register
+// pairs, and so the highest limit; rows and products of fewer registers leave room for more warps, which hide the loads.
+constexpr int kMinWarps = C::kMaxTokens > 8 || kHasF32x2 ? (kReread ? 16 : 12)
+                                                         : 16 + 4 * (kTerms == 1 && kBlocks == 1) + 4 * kAsIs;
 extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps) gdn_chunk(
     const In* __restrict__ q,              // [batch, tokens, heads, K]
     const In* __restrict__ k,              // [batch, tokens, heads, K]
@@ -1029,16 +1378,16 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
       int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm),
       int(a_bytes), int(b_bytes), state_head_gap, steps_head_gap};
   if (item.n >= batch) return;
-  const int lane      = threadIdx.x % C::kLanes;
+  const int t         = threadIdx.x % C::kLanes;
   const int first_row = threadIdx.x / kWarp * C::kWarpRows + threadIdx.x % kWarp / C::kLanes * C::kIlpRows;
   out += item.outputs(p);
   Inputs inputs;
   const int64 slot = begin(p, item, inputs, out);
   if (!exists(p, slot)) return;
-  const int g = threadIdx.x % kWarp / C::kLanes, t = lane;
-  const int64 offset = item.rows<StateLayout::kVk>(first_row, t);
+  const int64 offset = item.rows<StateLayout::kVk>(threadIdx.x / kWarp * C::kWarpRows, 0);
   Rows h;
-  load_rows<C, StateLayout::kVk>(h, state + slot * state_stride + offset);
+  RowPort<C, C::kBulk> port = {s};
+  port.start(h, state + slot * state_stride + offset);
   Values values;
   values.load(v + item.values(p) + first_row, v_token_stride, p.tokens, t);
   if constexpr (kHasPdl) ptx::griddep_launch();
@@ -1048,13 +1397,15 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
 
   stage_mix(s);
   Sums sums;
-  multiply(sums, h, s, g, t);
+  port.finish(h);
+  multiply(sums, h, s);
   __syncthreads();
-  // Loaded late: ptxas may wait for a load at once, and above no register is free for the slot.
-  const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
+  const Entry entry = load_entry(write_slots, p.write_slot_bytes, item.n);  // above, no register is free for it
   solve(sums, s, values, p.tokens, t);
   store_outputs(sums, out + first_row, value_heads * C::kValueDim, p.tokens, t);
+  const int64 write_slot = p.update_state ? value_of(entry, p.write_slot_bytes, item.n) : -1;
   if (!exists(p, write_slot)) return;
-  update(h, sums, s, p.tokens, g, t);
-  store_rows<C, To::kMemory, StateLayout::kVk>(h, state + write_slot * state_stride + offset);
+  if constexpr (kReread) port.read(h);
+  update(h, sums, s, p.tokens, t);
+  port.store(h, state + write_slot * state_stride + offset);
 }

@@ -186,6 +186,12 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes lanes that are kApart apart, for N values at once: lanes at distance kApart add up first,
 // then 2 kApart, 4 kApart, ... Every lane of a group gets the same bits.
@@ -383,31 +389,18 @@ template <class Config> struct Lanes : Config {
 
 // ---- gdn/rows --------------------------------------------------------------
 // Moves a lane's rows of a state between memory and registers, in 16-byte accesses. C: Lanes.
-template <typename State, int N>
-__device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
-  const uint32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if constexpr (N == 2) {
-      x[i] = {__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
-    } else {
-      x[i] = {low<State>(words[i]), high<State>(words[i])};
-    }
-  }
+
+// A lane's rows of a [V, K] state as they are in memory.
+template <class C> using Packed = uint32[C::kIlpRows][4 * C::kAccesses];
+
+template <typename State, int N> __device__ __forceinline__ f32x2 pair_of(const uint32 (&row)[N], int i) {
+  if constexpr (sizeof(State) == 4) return {__uint_as_float(row[2 * i]), __uint_as_float(row[2 * i + 1])};
+  else return {low<State>(row[i]), high<State>(row[i])};
 }
-template <typename State, int N>
-__device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
-  uint32 words[4];
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if constexpr (N == 2) {
-      words[2 * i]     = __float_as_uint(x[i].x);
-      words[2 * i + 1] = __float_as_uint(x[i].y);
-    } else {
-      words[i] = to_pair<State>(x[i].x, x[i].y);
-    }
-  }
-  return {words[0], words[1], words[2], words[3]};
+
+template <typename State, int N> __device__ __forceinline__ void set_pair(uint32 (&row)[N], int i, f32x2 x) {
+  if constexpr (sizeof(State) == 4) row[2 * i] = __float_as_uint(x.x), row[2 * i + 1] = __float_as_uint(x.y);
+  else row[i] = to_pair<State>(x.x, x.y);
 }
 
 // The offset in a head's state of a lane's part of rows row, row + 1, ...
@@ -422,59 +415,87 @@ __device__ __forceinline__ float& at(f32x2 (&h)[kRows][kPairs], int row, int col
   return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
 }
 
+// The offset of a [V, K] lane's access m to its row r.
+template <class C> __device__ __forceinline__ int access(int r, int m) {
+  return r * C::kHeadDim + m * (C::kLanes * C::kVec);
+}
+
+// The offset of a [K, V] lane's access to its column c, rows r to r + 3.
+template <class C> __device__ __forceinline__ int column_access(int r, int c) {
+  return (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r;
+}
+
+template <class C, StateLayout kLayout>
+__device__ __forceinline__ void load_rows(Packed<C>& h, const typename C::State* p) {
+  static_assert(kLayout == StateLayout::kVk, "neighbours in memory are of one row");
+#pragma unroll
+  for (int r = 0; r < C::kIlpRows; ++r) {
+#pragma unroll
+    for (int m = 0; m < C::kAccesses; ++m) {
+      const uint4 words = ptx::ld_once(p + access<C>(r, m));
+      h[r][4 * m] = words.x, h[r][4 * m + 1] = words.y, h[r][4 * m + 2] = words.z, h[r][4 * m + 3] = words.w;
+    }
+  }
+}
+
 template <class C, StateLayout kLayout>
 __device__ __forceinline__ void load_rows(typename C::Rows& h, const typename C::State* p) {
   if constexpr (kLayout == StateLayout::kVk) {
+    Packed<C> packed;
+    load_rows<C, kLayout>(packed, p);
 #pragma unroll
-    for (int r = 0; r < C::kIlpRows; ++r) {
-#pragma unroll
-      for (int m = 0; m < C::kAccesses; ++m) {
-        f32x2 x[C::kVec / 2];
-        unpack<typename C::State>(ptx::ld_once(p + r * C::kHeadDim + m * (C::kLanes * C::kVec)), x);
-#pragma unroll
-        for (int i = 0; i < C::kVec / 2; ++i) h[r][m * (C::kVec / 2) + i] = x[i];
-      }
+    for (int i = 0; i < C::kIlpRows * C::kPairs; ++i) {
+      h[i / C::kPairs][i % C::kPairs] = pair_of<typename C::State>(packed[i / C::kPairs], i % C::kPairs);
     }
   } else {
 #pragma unroll
     for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
       for (int r = 0; r < C::kIlpRows; r += 4) {
-        f32x2 x[2];
-        unpack<typename C::State>(ptx::ld_once(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r), x);
-        at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
+        const uint4 words = ptx::ld_once(p + column_access<C>(r, c));
+        at(h, r, c) = __uint_as_float(words.x), at(h, r + 1, c) = __uint_as_float(words.y);
+        at(h, r + 2, c) = __uint_as_float(words.z), at(h, r + 3, c) = __uint_as_float(words.w);
       }
     }
   }
 }
 
 enum class To { kL2, kMemory, kShared };
+template <To kTo, typename State> __device__ __forceinline__ void store_words(State* at, const uint4& words) {
+  if constexpr (kTo == To::kL2) ptx::st(at, words);
+  if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
+  if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
+}
+
+template <class C, To kTo, StateLayout kLayout>
+__device__ __forceinline__ void store_rows(const Packed<C>& h, typename C::State* p) {
+  static_assert(kLayout == StateLayout::kVk, "neighbours in memory are of one row");
+#pragma unroll
+  for (int r = 0; r < C::kIlpRows; ++r) {
+#pragma unroll
+    for (int m = 0; m < C::kAccesses; ++m) {
+      store_words<kTo>(p + access<C>(r, m), uint4{h[r][4 * m], h[r][4 * m + 1], h[r][4 * m + 2], h[r][4 * m + 3]});
+    }
+  }
+}
+
 template <class C, To kTo, StateLayout kLayout>
 __device__ __forceinline__ void store_rows(typename C::Rows& h, typename C::State* p) {
-  using State = typename C::State;
-  const auto store = [](State* at, const uint4& words) {
-    if constexpr (kTo == To::kL2) ptx::st(at, words);
-    if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
-    if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
-  };
   if constexpr (kLayout == StateLayout::kVk) {
+    Packed<C> packed;
 #pragma unroll
-    for (int r = 0; r < C::kIlpRows; ++r) {
-#pragma unroll
-      for (int m = 0; m < C::kAccesses; ++m) {
-        f32x2 x[C::kVec / 2];
-#pragma unroll
-        for (int i = 0; i < C::kVec / 2; ++i) x[i] = h[r][m * (C::kVec / 2) + i];
-        store(p + r * C::kHeadDim + m * (C::kLanes * C::kVec), pack<State>(x));
-      }
+    for (int i = 0; i < C::kIlpRows * C::kPairs; ++i) {
+      set_pair<typename C::State>(packed[i / C::kPairs], i % C::kPairs, h[i / C::kPairs][i % C::kPairs]);
     }
+    store_rows<C, kTo, kLayout>(packed, p);
   } else {
 #pragma unroll
     for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
       for (int r = 0; r < C::kIlpRows; r += 4) {
-        const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
-        store(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r, pack<State>(x));
+        const float x[4] = {at(h, r, c), at(h, r + 1, c), at(h, r + 2, c), at(h, r + 3, c)};
+        store_words<kTo>(p + column_access<C>(r, c), uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                         __float_as_uint(x[2]), __float_as_uint(x[3])});
       }
     }
   }
@@ -499,12 +520,28 @@ template <class C> struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
-// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
-__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+// What is loaded together is used after all loads were issued: until then it stays as it is in memory, because even a
+// conversion would wait.
+
+// Entry n of an index list of 4- or 8-byte integers; nothing where there is no list (0 bytes), and the entry is n.
+struct Entry { uint32 low, high; };
+
+__device__ __forceinline__ Entry load_entry(const void* list, int bytes, int64 n) {
+  Entry entry = {};
+  if (bytes == 0) return entry;
+  const uint8* from = static_cast<const uint8*>(list) + n * bytes;
+  entry.low  = ptx::ld<uint32>(from);
+  entry.high = ptx::ld<uint32>(from + bytes - 4);
+  return entry;
+}
+
+__device__ __forceinline__ int64 value_of(const Entry& entry, int bytes, int64 n) {
   if (bytes == 0) return n;
-  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
-  return int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n));
+  return bytes == 8 ? int64(uint64(entry.high) << 32 | entry.low) : int32(entry.low);
+}
+
+__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+  return value_of(load_entry(slots, bytes, n), bytes, n);
 }
 
 // Whether the pool has a slot; a negative one never exists.
@@ -522,16 +559,23 @@ __device__ __forceinline__ void clear_outputs(const Operands& p, typename C::In*
 
 template <typename In> __device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
 
-template <class C> __device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
-  if (C::kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  return load_half(static_cast<const typename C::In*>(p) + i);
+template <class C> __device__ __forceinline__ uint32 load_gate(const void* p, int64 i, int bytes) {
+  if (C::kGeneral && bytes == 4) return ptx::ld<uint32>(static_cast<const float*>(p) + i);
+  return ptx::ld<uint16>(static_cast<const typename C::In*>(p) + i);
+}
+
+template <class C> __device__ __forceinline__ float gate_of(uint32 bits, int bytes) {
+  return C::kGeneral && bytes == 4 ? __uint_as_float(bits) : low<typename C::In>(bits);
 }
 
 enum class Bias : int { kF32, kBf16, kF16 };
-__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
-  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
-  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
+__device__ __forceinline__ uint32 load_bias(const void* p, int i, Bias type) {
+  if (type == Bias::kF32) return ptx::ld<uint32>(static_cast<const float*>(p) + i);
+  return ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
+}
+
+__device__ __forceinline__ float bias_of(uint32 bits, Bias type) {
+  return type == Bias::kF32 ? __uint_as_float(bits) : type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
 }
 
 constexpr int kShare = 4;  // heads that one CTA prefetches
@@ -577,9 +621,12 @@ template <class C, bool kSteps> struct ItemInputs {
   static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
 
   uint2 kq[kInFlight];
-  float a, b, a_log, bias;  // of token threadIdx.x
-  int64 step;
+  uint32 a, b, a_log, bias;  // of token gate_token()
+  Entry step;
 
+  // The last warp has the gates: with few tokens, it has no row of k or q. Beyond the last token, and in other warps,
+  // the number is one that no token has.
+  static __device__ __forceinline__ uint32 gate_token() { return threadIdx.x - (C::kThreads - kWarp); }
   static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
   static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
 
@@ -595,15 +642,13 @@ template <class C, bool kSteps> struct ItemInputs {
   template <class Operands> __device__ __forceinline__ void load(const Operands& p, const Item<C>& item) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
-    if (threadIdx.x >= p.tokens) return;
-    const int t = threadIdx.x;
+    const uint32 t = gate_token();
+    if (t >= p.tokens) return;
     a     = load_gate<C>(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
     b     = load_gate<C>(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
-    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
+    a_log = ptx::ld<uint32>(p.a_log + item.head);
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
-    if constexpr (kSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
-    }
+    if constexpr (kSteps) step = load_entry(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
   }
 
   // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
@@ -623,15 +668,17 @@ template <class C, bool kSteps> struct ItemInputs {
     return ssq[0];
   }
 
-  // Returns the gates of token threadIdx.x.
+  // Returns the gates of token gate_token().
   template <class Operands>
   __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item<C>& item) const {
     Token<kSteps> token;
-    token.decay = expf(-expf(a_log) * softplus(a + bias));
-    token.beta  = 1.0f / (1.0f + expf(-b));
+    const float x = gate_of<C>(a, p.a_bytes) + bias_of(bias, Bias(p.dt_bias_type));
+    token.decay = expf(-expf(__uint_as_float(a_log)) * softplus(x));
+    token.beta  = 1.0f / (1.0f + expf(-gate_of<C>(b, p.b_bytes)));
     if constexpr (kSteps) {
-      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
-      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
+      const int64 in_buffer = item.n * p.steps_batch_stride + gate_token() * p.steps_token_stride;
+      const int64 slot = value_of(step, p.step_slot_bytes, 0);
+      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, slot) ? slot * p.steps_token_stride : -1);
     }
     return token;
   }
@@ -649,8 +696,9 @@ template <class C, bool kSteps, class Operands>
 __device__ __forceinline__ int64 begin(const Operands& p, const Item<C>& item, ItemInputs<C, kSteps>& inputs,
                                        typename C::In* out) {
   if constexpr (kHasPdl) ptx::griddep_wait();
-  const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
+  const Entry entry = load_entry(p.slots, p.slot_bytes, item.n);
   inputs.load(p, item);
+  const int64 slot = value_of(entry, p.slot_bytes, item.n);
   if (!exists(p, slot)) clear_outputs<C>(p, out);
   return slot;
 }
@@ -671,8 +719,8 @@ template <class C, bool kBulk> struct RowWriter {
 
   // `p` points to the lane's rows; that of the first lane is where the warp's rows begin. kOnce: the rows are not read
   // again soon.
-  template <bool kOnce>
-  __device__ __forceinline__ void write(typename C::Rows& h, State* p) {
+  template <bool kOnce, typename Held>
+  __device__ __forceinline__ void write(Held& h, State* p) {
     if constexpr (kBulk) {
       const int thread = threadIdx.x % kWarp;
       State* slice = slices.rows[threadIdx.x / kWarp][turn];
@@ -722,19 +770,22 @@ using State = C::State;
 using Rows = C::Rows;
 constexpr int kPassRows = C::kWarps * C::kWarpRows;
 constexpr bool kIsVk = C::kStateLayout == StateLayout::kVk;
+// A build for one token keeps 16-bit rows as they are in memory and unpacks them twice: more warps fit on an SM.
+constexpr bool kPacked = C::kMaxTokens == 1;
 // The distance of lanes that share a row. With [K, V], lanes side by side have neighbouring rows: eight lanes side by
 // side make an access to L1, so they have 64 bytes of two lines, and not 16 of eight.
 constexpr int kApart = kIsVk ? 1 : kWarp / C::kLanes;
 // Warps that an SM must hold at once: they limit a thread to 80 or 96 registers, which measured faster than the number
 // that the compiler chooses. Packed floats need register pairs, and so a higher limit.
 constexpr int kMinWarps =
-    C::kIlpRows > 2 ? C::kWarps : C::kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
+    kPacked ? 16 : C::kIlpRows > 2 ? C::kWarps : C::kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
 
 static_assert(C::kValueDim % C::kTileV == 0 && C::kTileV % kPassRows == 0, "every row has a lane");
 static_assert(C::kStateLayout == StateLayout::kVk || (C::kVec == 4 && C::kIlpRows % 4 == 0),
               "[K, V]: 16 bytes are four rows");
 static_assert(C::kMaxTokens <= 2 * C::kLanes, "lane t of a row carries v of tokens t and t + kLanes");
-static_assert(C::kMaxTokens <= kWarp, "a lane of the first warp for each token");
+static_assert(C::kMaxTokens <= kWarp, "a lane of the last warp for each token");
+static_assert(!kPacked || (kIsVk && sizeof(State) == 2 && !C::kStoreSteps), "for 16-bit states [V, K] alone");
 
 struct Operands {
   const In* q;
@@ -845,8 +896,8 @@ __device__ __forceinline__ void stage_values(ValueTile<kSmem>& tile, const In* v
   }
 }
 
-struct Block {
-  Rows h;
+template <bool kPacked> struct Block {
+  Select<kPacked, Packed<C>, Rows> h;
   Values<C::kUseSmemV> v;
 
   __device__ __forceinline__ void load(const Operands& p, const Item<C>& item, int64 slot, int row, int lane) {
@@ -858,7 +909,7 @@ struct Block {
 // ---- once for all rows of an item ------------------------------------------
 // Writes to shared memory what every row needs: k and q l2-normalised, q times scale, decay and beta of each token.
 __device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item<C>& item, const Inputs& inputs) {
-  if (threadIdx.x < p.tokens) s.tokens[threadIdx.x] = inputs.token(p, item);
+  if (const uint32 t = Inputs::gate_token(); t < p.tokens) s.tokens[t] = inputs.token(p, item);
   inputs.for_rows(p, item, 2 * p.tokens, [&](int r, uint2 halves) {
     const float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
     const float norm = p.l2norm ? 1.0f / sqrtf(Inputs::squares(x) + kNormEps) : 1.0f, factor = r % 2 ? p.scale : 1.0f;
@@ -911,7 +962,7 @@ __device__ __forceinline__ void store_out(In* out, const float* sum) {
 // Takes a lane's rows through all tokens. `offset` is the offset of the rows in a state, `row` the number of the first
 // one in the item.
 __device__ __forceinline__ void walk(
-    Block& block, Shared& s, const Operands& p, Writer& writer, int64 offset, int row, int lane) {
+    Block<false>& block, Shared& s, const Operands& p, Writer& writer, int64 offset, int row, int lane) {
   Rows& h = block.h;
   Columns k = load_columns(s.kq[0][0], lane);
   float sum[2 * C::kIlpRows] = {};  // h k of this token, and h q of the previous one, in one reduction
@@ -937,6 +988,39 @@ __device__ __forceinline__ void walk(
   }
   group_sum<C::kLanes, kApart>(sum);
   if (lane == 0) store_out(&s.out[p.tokens - 1][row], sum + C::kIlpRows);
+}
+
+// The same for the only token.
+__device__ __forceinline__ void walk(
+    Block<true>& block, Shared& s, const Operands&, Writer&, int64, int row, int lane) {
+  const Token<C::kStoreSteps> token = s.tokens[0];
+  const f32x2 decay = {token.decay, token.decay};
+  float value[C::kIlpRows], sum[C::kIlpRows];
+  block.v.get(s, 0, row, value);
+  const Columns k = load_columns(s.kq[0][0], lane);
+#pragma unroll
+  for (int r = 0; r < C::kIlpRows; ++r) {
+    f32x2 pair = mul(mul(pair_of<State>(block.h[r], 0), decay), k.x[0]);
+#pragma unroll
+    for (int i = 1; i < C::kPairs; ++i) pair = fma(mul(pair_of<State>(block.h[r], i), decay), k.x[i], pair);
+    sum[r] = pair.x + pair.y;
+  }
+  group_sum<C::kLanes>(sum);
+  const Columns q = load_columns(s.kq[1][0], lane);
+#pragma unroll
+  for (int r = 0; r < C::kIlpRows; ++r) {
+    const float u = (value[r] - sum[r]) * token.beta;
+    f32x2 pair = {};
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+      const f32x2 h = fma({u, u}, k.x[i], mul(pair_of<State>(block.h[r], i), decay));
+      pair = i == 0 ? mul(h, q.x[0]) : fma(h, q.x[i], pair);
+      set_pair<State>(block.h[r], i, h);
+    }
+    sum[r] = pair.x + pair.y;
+  }
+  group_sum<C::kLanes>(sum);
+  if (lane == 0) store_out(&s.out[0][row], sum);
 }
 
 // Writes all outputs of an item at once, in 16-byte stores, which use DRAM better than scattered ones. `out` points to
@@ -1020,13 +1104,12 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
   Inputs inputs;
   const int64 slot = begin(p, item, inputs, out);
   if (!exists(p, slot)) return;
-  Block block;
+  Block<kPacked> block;
   block.load(p, item, slot, first_row, lane);
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
-  // Loaded late: ptxas may wait for a load at once, and nothing above should wait for this one.
-  const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
+  const Entry entry = load_entry(write_slots, p.write_slot_bytes, item.n);
   __syncthreads();
 
   Writer writer = {s};
@@ -1035,6 +1118,7 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps)
     if (row != first_row) block.load(p, item, slot, row, lane);
     const int64 offset = item.rows<C::kStateLayout>(row, lane);
     walk(block, s, p, writer, offset, row, lane);
+    const int64 write_slot = p.update_state ? value_of(entry, p.write_slot_bytes, item.n) : -1;
     if (exists(p, write_slot)) writer.write<!C::kKeepState>(block.h, state + write_slot * state_stride + offset);
   }
   store_outputs(s, p, out);
