@@ -26,15 +26,17 @@ def _rows(*rows: tuple[int, int | None, Tactic], measured: str | None = None, **
     """Rows of (most tokens, most value heads in the batch, tactic), which follow from ``measured``.
 
     Each tactic is followed by the same without bulk copies, and without prefetches, for problems and GPUs that cannot
-    have them.
+    have them; a chunk's copies fit wherever there is a copy engine, which its prefetches need too.
     """
     for tokens, heads, tactic in rows:
         limits = {"tokens": tokens} | ({} if heads is None else {"heads": heads})
+        forms: tuple[Tactic, ...]
         if isinstance(tactic, WalkTactic):
-            plain: Tactic = replace(tactic, bulk_stores=False)
+            plain = replace(tactic, bulk_stores=False)
+            forms = (tactic, plain, replace(plain, ahead=0))
         else:
-            plain = replace(tactic, bulk=False)
-        for one in dict.fromkeys((tactic, plain, replace(plain, ahead=0))):
+            forms = (tactic, replace(tactic, bulk=False, ahead=0))
+        for one in dict.fromkeys(forms):
             yield Row(one, when | limits, measured)
 
 
