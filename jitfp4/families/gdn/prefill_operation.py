@@ -55,7 +55,7 @@ def problems(_arch: Arch) -> Iterator[PrefillProblem]:
     """Problems that reach each row of the table, in each dtype."""
     for dtype, head_dim in product(HALVES.values(), HEAD_DIMS):
         for value_dim, (states, tokens) in product(
-            VALUE_DIMS[head_dim], ((8, 8192), (32, 8192), (128, 8192), (256, 1 << 16))
+            VALUE_DIMS[head_dim], ((8, 8192), (32, 8192), (96, 8192), (128, 8192), (256, 1 << 16))
         ):
             yield PrefillProblem(dtype, head_dim, value_dim, tokens, states // 8, heads=8)
 
