@@ -44,7 +44,7 @@ _MODELS = (  # method, experts, hidden, and whether there is an expert that all 
 
 
 def _problems(_arch: Arch) -> Iterator[RouterProblem]:
-    """Routers of published models, for one token and for several."""
+    """Routers of published models, for one token and for several; then the other dtypes that a call may have."""
     for (method, experts, hidden, shared), tokens in product(_MODELS, (1, 8)):
         problem = RouterProblem(
             DType.BF16, DType.BF16, DType.F32, DType.F32, method, tokens, experts, hidden, shared=shared
@@ -53,6 +53,7 @@ def _problems(_arch: Arch) -> Iterator[RouterProblem]:
         if method == Method.SOFTMAX:
             yield problem._replace(logits=DType.BF16)
     yield problem._replace(weight=DType.F32)
+    yield problem._replace(weights=DType.BF16)
     yield problem._replace(dtype=DType.F16, weight=DType.F16)
 
 
