@@ -87,7 +87,8 @@ def problem(arguments: Arguments) -> Problem:
 def problems(_arch: Arch) -> Iterator[Problem]:
     """Both numbers of eights, of models' sizes."""
     for in_dtype, m in product(HALVES.values(), (8, MOST_ROWS)):
-        yield from (Problem(in_dtype, out_dtype, m, 2048, 64) for out_dtype in (in_dtype, DType.F32))
+        for out_dtype in (in_dtype, DType.F32):
+            yield from (Problem(in_dtype, out_dtype, m, h, n) for h, n in ((2048, 64), (2880, 128)))
 
 
 def _specialise(problem: Problem, tactic: Tactic) -> Spec:
