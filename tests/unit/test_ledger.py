@@ -52,17 +52,21 @@ _SPILLED = {
     ("conv/causal", "vec=8,by_sequence=true"): 14,
     # Consumers beside a maker of products: while a state is loaded or stored, once for a sequence, not for a chunk.
     ("gdn/prefill_wgmma", "rows=128", "fused=true"): 247,
-    # Two consumers of 64 rows of a state each: a register, stored once.
-    ("gdn/prefill_parts", "rows=128"): 2,
+    # Two consumers of 64 rows of a state each: a register, stored once; of parts, up to ten of the producer.
+    ("gdn/prefill_parts", "rows=128"): 20,
     ("gdn/prefill_wgmma", "rows=128"): 2,
-    # One consumer, of sequences in parts: addresses of its stages.
-    ("gdn/prefill_wgmma", "rows=64,divided=true"): 47,
+    # One consumer, of sequences in parts: addresses of stages, most of them the producer's.
+    ("gdn/prefill_wgmma", "rows=64,divided=true"): 83,
     # Convolutions: a register, stored once.
     ("sm_120a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     ("sm_121a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     # Of a batch: 128 sums of a thread, and addresses that are parameters of a single product.
     ("sm_80", "format=nvfp4,out_dtype=", "tile_m=64,tile_n=128,warp_m=64,warp_n=32"): 18,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
+    # Rotation and append of f16 to a cache of halves: a register, stored and loaded once.
+    ("kv/rope_append sm_12", "in_dtype=f16,cache=half", "threads=256"): 2,
+    # A part of the matrix, the weight and a row do not fit in the 128 registers of 16 warps' threads; not tuned.
+    ("norm/linear", "warps=16"): 234,
     # A router of many columns: up to three registers.
     ("experts/router", "tokens=8,vectors=2,rows=4,threads=512"): 6,
     # A decode step: values of the loop over layers around attention, once for a layer.
