@@ -30,13 +30,11 @@ def _rows(*rows: tuple[int, int | None, Tactic], measured: str | None = None, **
     """
     for tokens, heads, tactic in rows:
         limits = {"tokens": tokens} | ({} if heads is None else {"heads": heads})
-        forms: tuple[Tactic, ...]
         if isinstance(tactic, WalkTactic):
-            plain = replace(tactic, bulk_stores=False)
-            forms = (tactic, plain, replace(plain, ahead=0))
+            plain: Tactic = replace(tactic, bulk_stores=False)
         else:
-            forms = (tactic, replace(tactic, bulk=False, ahead=0))
-        for one in dict.fromkeys(forms):
+            plain = replace(tactic, bulk=False, ahead=0)
+        for one in dict.fromkeys((tactic, plain, replace(plain, ahead=0))):
             yield Row(one, when | limits, measured)
 
 
