@@ -139,7 +139,8 @@ def test_empty_experts_and_one_with_everything(arch: str) -> None:
     with forced(SMALL, races=True):
         assert_layer(layer, x, torch.full((75, 1), 3, dtype=torch.int32), weights)
         assert_layer(layer, x[:1], torch.tensor([[4]]), weights[:1])
-        assert not assert_layer(layer, x, torch.full((75, 1), -1, dtype=torch.int32), weights).any()
+        nobody = torch.full((75, 1), -1, dtype=torch.int32)
+        assert not assert_layer(layer, x, nobody, weights, residual=None).any()
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
