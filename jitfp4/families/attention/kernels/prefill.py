@@ -15,7 +15,7 @@ from jitfp4.layouts import round_up
 from jitfp4.spec import I64, Geometry, KernelSpec
 
 _WARP = 32
-_MOST_SUMS = 144  # of the 255 registers of a thread: sums of outputs, and scores
+_MOST_SUMS = 200  # of the 255 registers of a thread: sums of outputs, and scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class PrefillTactic:
     warp_rows: int
     tile: int
     min_ctas: int
+    exp: int = 0
 
 
 TACTICS = (
@@ -55,8 +56,13 @@ class PrefillSpec(KernelSpec):
     warp_rows: int
     tile: int
     min_ctas: int
+    exp: int
 
     masked = False  # no mask of the caller's
+
+    @property
+    def buffers(self) -> int:
+        return 3 if self.exp & 4 else 2
 
     @property
     def rows(self) -> int:
@@ -73,9 +79,10 @@ class PrefillSpec(KernelSpec):
         bits = self.cache.bits
         scales = round_up(self.head_dim // 16, 4) if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
-        halves = 2 * self.tile * self.width * 2
-        queries = 0 if self.head_dim <= 128 and self.warp_rows == 16 else self.rows * self.head_dim * 2
-        return round_up(2 * halves + 4 * self.tile * 16 + 4 * 8 + 2 * raw + queries + 16, 1024)
+        halves = self.buffers * self.tile * self.width * 2
+        held = self.head_dim * self.warp_rows <= 2048 if self.exp & 8 else self.head_dim <= 128 and self.warp_rows == 16
+        queries = 0 if held else self.rows * self.head_dim * 2
+        return round_up(2 * halves + 4 * self.tile * (32 if bits == 4 else 16) + 4 * 8 + 2 * raw + queries + 16, 1024) + 1024
 
 
 def specialise(problem: Problem, tactic: PrefillTactic, kind: type[PrefillSpec] = PrefillSpec) -> PrefillSpec:
