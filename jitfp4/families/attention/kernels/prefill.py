@@ -15,7 +15,7 @@ from jitfp4.layouts import round_up
 from jitfp4.spec import I64, Geometry, KernelSpec
 
 _WARP = 32
-_MOST_SUMS = 200  # of the 255 registers of a thread: sums of outputs, and scores
+_MOST_SUMS = 192  # of the 255 registers of a thread: sums of outputs, and scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,14 @@ class PrefillTactic:
 
 
 TACTICS = (
-    PrefillTactic(4, 16, 64, 2),
-    PrefillTactic(4, 16, 32, 1),
+    PrefillTactic(8, 32, 64, 1),
+    PrefillTactic(8, 32, 32, 1),
     PrefillTactic(4, 32, 64, 2),
+    PrefillTactic(4, 32, 32, 2),
     PrefillTactic(8, 16, 64, 1),
     PrefillTactic(8, 16, 32, 1),
+    PrefillTactic(4, 16, 64, 2),
+    PrefillTactic(4, 16, 32, 1),
     PrefillTactic(4, 16, 16, 1),
 )
 
