@@ -11,7 +11,7 @@ from jitfp4.families.attention.parameters import INPUTS, SIZES, SOFT_CAP, bind
 from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, CacheFormat, Problem, power_of_two
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
-from jitfp4.layouts import round_up
+from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec
 
 _WARP = 32
@@ -26,7 +26,6 @@ class PrefillTactic:
     warp_rows: int
     tile: int
     min_ctas: int
-    exp: int = 0
 
 
 TACTICS = (
@@ -59,13 +58,8 @@ class PrefillSpec(KernelSpec):
     warp_rows: int
     tile: int
     min_ctas: int
-    exp: int
 
     masked = False  # no mask of the caller's
-
-    @property
-    def buffers(self) -> int:
-        return 3 if self.exp & 4 else 2
 
     @property
     def rows(self) -> int:
@@ -78,14 +72,15 @@ class PrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: two tiles as 16-bit floats, two as in the cache, places of four tiles, queries."""
+        """Shared memory of a CTA: three tiles as 16-bit floats, two as in the cache, places of four, queries, its task."""
         bits = self.cache.bits
         scales = round_up(self.head_dim // 16, 4) if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
-        halves = self.buffers * self.tile * self.width * 2
-        held = self.head_dim * self.warp_rows <= 2048 if self.exp & 8 else self.head_dim <= 128 and self.warp_rows == 16
-        queries = 0 if held else self.rows * self.head_dim * 2
-        return round_up(2 * halves + 4 * self.tile * (32 if bits == 4 else 16) + 4 * 8 + 2 * raw + queries + 16, 1024) + 1024
+        halves = 2 * self.tile * self.width * 2
+        rows = self.tile * (32 if bits == 4 else 16)
+        queries = 0 if self.head_dim * self.warp_rows <= 128 * 16 else self.rows * self.head_dim * 2
+        task = 16 * self.warps + (80 if self.masked else 64)
+        return round_up(3 * halves + 4 * (rows + 8) + 2 * raw + queries + 32 + task, 1024)
 
 
 def specialise(problem: Problem, tactic: PrefillTactic, kind: type[PrefillSpec] = PrefillSpec) -> PrefillSpec:
@@ -114,7 +109,7 @@ def geometry(problem: Problem, tactic: PrefillTactic, arch: Arch) -> Geometry:
     del arch  # the grid is the same for every one
     spec = specialise(problem, tactic)
     return Geometry(
-        grid=(problem.blocks * ROW_BLOCK // spec.rows, 1, 1),
+        grid=(ceil_div(problem.blocks * ROW_BLOCK, spec.rows), 1, 1),
         block=(tactic.warps * _WARP, 1, 1),
         shared_bytes=spec.shared_bytes,
     )
