@@ -136,8 +136,13 @@ def test_the_reference_is_attention(name: str) -> None:
 
 
 # The cuts that the table gives, whichever kernel an architecture prefers.
-_TACTICS = {64: PrefillTactic(4, 32, 64, 2), 128: PrefillTactic(4, 16, 64, 2), 256: PrefillTactic(8, 16, 32, 1)}
-_OTHERS = {"all_tokens": PrefillTactic(8, 16, 64, 1), "d_256": PrefillTactic(4, 16, 16, 1)}
+_TACTICS = {64: PrefillTactic(8, 32, 64, 1), 128: PrefillTactic(8, 32, 64, 1), 256: PrefillTactic(8, 16, 32, 1)}
+_OTHERS = {
+    "all_tokens": PrefillTactic(8, 16, 64, 1),
+    "many_tiles": PrefillTactic(4, 16, 64, 2),
+    "scattered": PrefillTactic(8, 32, 32, 1),
+    "d_256": PrefillTactic(4, 16, 16, 1),
+}
 
 
 def run(name: str, **changes: Any) -> tuple[Case, tuple[torch.Tensor, torch.Tensor]]:

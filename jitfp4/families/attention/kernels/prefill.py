@@ -26,6 +26,7 @@ class PrefillTactic:
     warp_rows: int
     tile: int
     min_ctas: int
+    turns: int = 2
 
 
 TACTICS = (
@@ -58,6 +59,7 @@ class PrefillSpec(KernelSpec):
     warp_rows: int
     tile: int
     min_ctas: int
+    turns: int
 
     masked = False  # no mask of the caller's
 
