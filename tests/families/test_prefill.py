@@ -280,7 +280,7 @@ def test_what_is_not_rejected_stays_in_registers(
 
 
 def test_why_a_tactic_is_rejected() -> None:
-    for head_dim, tactic in ((128, PrefillTactic(4, 32, 64, 2)), (256, PrefillTactic(8, 16, 64, 1))):
+    for head_dim, tactic in ((192, PrefillTactic(8, 32, 64, 1)), (256, PrefillTactic(8, 32, 32, 1))):
         assert "registers" in str(rejects(_problem(head_dim=head_dim), tactic, ARCHS["sm_80"]))
 
 

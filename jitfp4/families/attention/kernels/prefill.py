@@ -26,14 +26,12 @@ class PrefillTactic:
     warp_rows: int
     tile: int
     min_ctas: int
-    turns: int = 2
 
 
 TACTICS = (
     PrefillTactic(8, 32, 64, 1),
     PrefillTactic(8, 32, 32, 1),
     PrefillTactic(4, 32, 64, 2),
-    PrefillTactic(4, 32, 32, 2),
     PrefillTactic(8, 16, 64, 1),
     PrefillTactic(8, 16, 32, 1),
     PrefillTactic(4, 16, 64, 2),
@@ -59,7 +57,6 @@ class PrefillSpec(KernelSpec):
     warp_rows: int
     tile: int
     min_ctas: int
-    turns: int
 
     masked = False  # no mask of the caller's
 
@@ -74,7 +71,7 @@ class PrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: three tiles as 16-bit floats, two as in the cache, places of four, queries, its task."""
+        """Of a CTA: three tiles as 16-bit floats, two as in the cache, where the rows of four lie, queries, its task."""
         bits = self.cache.bits
         scales = round_up(self.head_dim // 16, 4) if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
