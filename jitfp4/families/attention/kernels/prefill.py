@@ -71,7 +71,7 @@ class PrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Of a CTA: three tiles as 16-bit floats, two as in the cache, where the rows of four lie, queries, its task."""
+        """Of a CTA: three tiles as 16-bit floats, two as in the cache, addresses of four, queries, its task."""
         bits = self.cache.bits
         scales = round_up(self.head_dim // 16, 4) if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0

@@ -3,7 +3,17 @@
 //
 // Attention of many query rows over a paged cache. A CTA takes kRows query rows of one request and KV head, kWarpRows
 // for each warp, and all tokens that any of them sees, in tiles of kTile: while the warps multiply one tile, the next
-// ones are copied. There is one barrier for each tile.
+// ones are copied.
+//
+// One barrier orders all: a warp arrives in the middle of a tile, and waits at its end, so warps may be half a tile
+// apart. Of eight warps two share a tensor core: one starts a tile when the other has come to the middle of it, and its
+// softmax falls into the products of the other.
+//
+//   warp 0  | scores t | arrive t | softmax, outputs t | wait t | decode t + 2, copy t + 3, look up t + 4 | scores t + 1
+//   warp 4             | scores t | arrive t           | softmax, outputs t | wait t | ...
+//
+// After the wait for tile t all warps are through with t - 1, whose buffer gets t + 2, and what they copied and decoded
+// before they arrived is there. 16-bit floats are not decoded: they are copied, and looked up, a tile later.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -781,7 +791,9 @@ using Request = decltype(Block::request);
 
 // What a CTA does: in shared memory, since registers are few.
 struct Task {
-  struct alignas(16) Spans { int first, end, all_first, all_end; };  // of the tokens that some row sees, and that all see
+  // Of a warp: the tokens that some row sees, and those that all see.
+  struct alignas(16) Spans { int first, end, all_first, all_end; };
+
   Spans  spans[kWarps];
   Block  block;
   int    first, end;    // of the tokens that some row sees
@@ -906,9 +918,9 @@ struct CacheTiles {
   // Of decoded numbers:
   static constexpr float kUnit = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;
 
-  // Of a token: where its rows of K and V lie, and their scales. Before, the numbers of its pages, its slot in them, and
-  // bits: 0 if some row of the CTA sees the token, 1 if it may be one of four tokens of which one is seen, whose V scales
-  // are interleaved.
+  // Of a token: where its rows of K and V lie, and their scales. Before, the numbers of its pages, its slot in them,
+  // and bits: 0 if some row of the CTA sees the token, 1 if it may be one of four tokens of which one is seen, whose V
+  // scales are interleaved.
   using Rows = uint64[kScaleBytes > 0 ? 4 : 2];
 
   struct Shared {
@@ -951,7 +963,8 @@ struct CacheTiles {
       const int   k_page = place.x, v_page = place.y, slot = place.z;
       if (place.x < uint32(p.num_pages) && place.y < uint32(p.num_pages)) bits = place.w;
       const auto set = [&](int i, const uint8* base, int64 head_stride, int page, int page_stride, int token_stride) {
-        rows[i] = uint64(ptx::mad_wide(slot, token_stride, ptx::mad_wide(page, page_stride, base + s.task.block.head * head_stride)));
+        const uint8* page_rows = ptx::mad_wide(page, page_stride, base + s.task.block.head * head_stride);
+        rows[i] = uint64(ptx::mad_wide(slot, token_stride, page_rows));
       };
       set(0, p.k, p.k_head_stride, k_page, p.k_page_stride, p.k_token_stride);
       set(1, p.v, p.v_head_stride, v_page, p.v_page_stride, p.v_token_stride);
@@ -1466,7 +1479,9 @@ template <class F>
 __device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
                                        bool partial, const Queries& q, const Scales& scales, State& state, F middle) {
   constexpr int kFours = kTile / 16, kProducts = kSteps * kFours;
-  const auto side = [&](int i) { return ptx::shared_address(s.halves[tile % Tiles::kBuffers]) + i * Tiles::kSideBytes; };
+  const auto side = [&](int i) {
+    return ptx::shared_address(s.halves[tile % Tiles::kBuffers]) + i * Tiles::kSideBytes;
+  };
   const int  lane = ptx::thread_index() % kWarp;
   const uint32 k = side(0) + Tiles::place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const auto load_k = [&](int i) {
