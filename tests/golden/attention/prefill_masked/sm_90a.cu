@@ -9,8 +9,8 @@
 // apart. Of eight warps two share a tensor core: one starts a tile when the other has come to the middle of it, and its
 // softmax falls into the products of the other.
 //
-//   warp 0  | scores t | arrive t | softmax, outputs t | wait t | decode t + 2, copy t + 3, look up t + 4 | scores t + 1
-//   warp 4             | scores t | arrive t           | softmax, outputs t | wait t | ...
+//   warp 0 | scores t | arrive t | softmax, outputs t | wait t | decode t + 2, copy t + 3 | scores t + 1
+//   warp 4 |                     | scores t | arrive t | softmax, outputs t | wait t | ...
 //
 // After the wait for tile t all warps are through with t - 1, whose buffer gets t + 2, and what they copied and decoded
 // before they arrived is there. 16-bit floats are not decoded: they are copied, and looked up, a tile later.
