@@ -5,12 +5,10 @@
 // for each warp, and all tokens that any of them sees, in tiles of kTile: while the warps multiply one tile, the next
 // ones are copied.
 //
-// One barrier orders all: a warp arrives in the middle of a tile, and waits at its end, so warps may be half a tile
-// apart. Of eight warps two share a tensor core: one starts a tile when the other has come to the middle of it, and its
-// softmax falls into the products of the other.
+// One barrier orders all: a warp arrives in the middle of a tile, and waits at its end. So warps may be half a tile
+// apart, and the softmax of one falls into the products of another:
 //
-//   warp 0 | scores t | arrive t | softmax, outputs t | wait t | decode t + 2, copy t + 3 | scores t + 1
-//   warp 4 |                     | scores t | arrive t | softmax, outputs t | wait t | ...
+//   | scores t | arrive t | softmax, outputs t | wait t | decode t + 2, copy t + 3 | scores t + 1
 //
 // After the wait for tile t all warps are through with t - 1, whose buffer gets t + 2, and what they copied and decoded
 // before they arrived is there. 16-bit floats are not decoded: they are copied, and looked up, a tile later.
@@ -379,19 +377,6 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
-// in whole warps.
-namespace ptx {
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-// Arrives, and waits for the others.
-__device__ __forceinline__ void barrier_sync(int i, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-}  // namespace ptx
-
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
@@ -594,7 +579,6 @@ constexpr int  kTile        = 32;  // tokens
 constexpr int  kMinCtas     = 1;  // that an SM must hold at once; bounds the registers
 
 constexpr int  kThreads    = kWarps * kWarp;
-constexpr bool kTurns      = kWarps == 8;  // two warps share a tensor core
 constexpr int  kRows       = kWarps * kWarpRows, kParts = kWarpRows / 16;
 constexpr int  kSteps      = kHeadDim / 16;
 constexpr bool kHalves     = kCacheBits == 16;
@@ -854,6 +838,19 @@ namespace ptx {
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/warpgroup ----------------------------------------------------
 // Warpgroups: the order of their matrix products, and the number of their registers.
 namespace ptx {
@@ -897,7 +894,7 @@ __device__ __forceinline__ int column_of(int token, uint32 inverse) {
 // directly. Others are first copied in their own format, codes of K and V, then their scales, and decoded once for all
 // warps.
 template <int kCacheBits, int kHeadDim, int kWidth, bool kInterleaved, int kTile, int kThreads, int kQueryBytes,
-          class Task>
+          class Task, bool kFewRegisters>
 struct CacheTiles {
   static constexpr bool kHalves     = kCacheBits == 16;
   static constexpr int  kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
@@ -928,6 +925,9 @@ struct CacheTiles {
     Task    task;
   };
 
+  __device__ __forceinline__ static uint32 thread_index() {
+    return kFewRegisters ? ptx::thread_index() : threadIdx.x;
+  }
   // The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, and eight rows' are in different banks.
   __device__ __forceinline__ static constexpr int place_of(int row, int chunk) {
     return row * kHalfRow + (chunk ^ (row & 7)) * 16;
@@ -937,7 +937,7 @@ struct CacheTiles {
   template <class Operands>
   __device__ __forceinline__ static void look_up(const Operands& p, Shared& s, int tile) {
     const Task& task = s.task;
-    const int thread = ptx::thread_index();
+    const int thread = thread_index();
     if (thread >= kTile) return;
     const int    token  = task.begin + tile * kTile + thread, column = column_of(token, task.inverse);
     const bool   listed = (kInterleaved ? token & ~3 : token) < task.end;
@@ -950,7 +950,7 @@ struct CacheTiles {
   }
   // Ends a look-up, when the copies are complete.
   template <class Operands> __device__ __forceinline__ static void settle(const Operands& p, Shared& s, int tile) {
-    const int thread = ptx::thread_index(), turn = tile % kRowTurns;
+    const int thread = thread_index(), turn = tile % kRowTurns;
     if (thread >= kWords * kWarp) return;
     uint32 bits = 0;
     if (thread < kTile) {
@@ -989,7 +989,7 @@ struct CacheTiles {
     constexpr uint32 kBytes = kRowBytes % 16 == 0 ? 16 : 8;  // that rows are aligned to
     constexpr uint32 kChunks = kRowBytes / kBytes, kCopies = kTile * kChunks;
     constexpr bool   kEven = kThreads % kChunks == 0;  // a thread's chunks have the same place in their rows
-    const uint32  thread  = ptx::thread_index();
+    const uint32  thread  = thread_index();
     const Rows*   rows    = s.rows[tile % kRowTurns];
     const uint32* present = s.present[tile % kRowTurns];
     const uint32  to = ptx::shared_address(kHalves ? s.halves[tile % kBuffers] : s.rest + tile % 2 * kRawBytes);
@@ -1050,7 +1050,7 @@ struct CacheTiles {
     constexpr int kRowBlocks = kHeadDim / 16, kSideBlocks = kTile * kRowBlocks;
     const uint8*  raw     = s.rest + tile % 2 * kRawBytes;
     const uint32* present = s.present[tile % kRowTurns];
-    const int     thread  = ptx::thread_index();
+    const int     thread  = thread_index();
 #pragma unroll kUnroll
     for (int i = 0; i < kSideBlocks; i += kThreads) {
       // Eight lanes take four blocks of two rows each, so that they write to different banks.
@@ -1077,7 +1077,8 @@ struct CacheTiles {
     }
   }
 };
-using Tiles  = CacheTiles<kCacheBits, kHeadDim, kWidth, kInterleaved, kTile, kThreads, kQueryBytes, Task>;
+using Tiles  = CacheTiles<kCacheBits, kHeadDim, kWidth, kInterleaved, kTile, kThreads, kQueryBytes, Task,
+                          (kParts > 1)>;
 using Shared = Tiles::Shared;
 
 // ---- attention/scales ------------------------------------------------------
@@ -1466,8 +1467,6 @@ using Scales   = State::Scales;
 
 static_assert(sizeof(Shared) == 63488, "the launch counts on it");
 
-enum NamedBarrier { kTurnBarrier = 1 };
-
 // ---- a tile ----------------------------------------------------------------
 // `partial`: some row of the warp does not see all tokens of the tile. Calls `middle` between the products. Fragments
 // are loaded one step before their products.
@@ -1478,7 +1477,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
   const auto side = [&](int i) {
     return ptx::shared_address(s.halves[tile % Tiles::kBuffers]) + i * Tiles::kSideBytes;
   };
-  const int  lane = ptx::thread_index() % kWarp;
+  const int  lane = Tiles::thread_index() % kWarp;
   const uint32 k = side(0) + Tiles::place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const auto load_k = [&](int i) {
     return ptx::load_matrices((k ^ 32 * (i / kFours)) + i % kFours * 16 * Tiles::kHalfRow);
@@ -1514,7 +1513,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
   middle();
   const bool moved = state.refer(x, kSoftCap ? Scales::ones() : scales);
   if (moved) state.move();
-  const int at = ptx::thread_index() % kWarp;
+  const int at = Tiles::thread_index() % kWarp;
   const uint32 v = side(1) + Tiles::place_of(at % 16, at / 16);
   const auto load_v = [&](int i) {
     return ptx::load_matrices_transposed((v ^ 32 * (i % kSteps)) + i / kSteps * 16 * Tiles::kHalfRow);
@@ -1635,27 +1634,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
   ptx::copy_async_wait();
   for (int tile = 0; tile < Tiles::kAhead; ++tile) Tiles::settle(p, s, tile);
   __syncthreads();
-  for (int tile = 0; tile < min(2, task.tiles); ++tile) Tiles::copy_tile(s, tile);
+  const int tiles = task.tiles, begin = task.begin;  // read at every tile
+  const Task::Spans seen = task.spans[threadIdx.x / kWarp];
+  for (int tile = 0; tile < min(2, tiles); ++tile) Tiles::copy_tile(s, tile);
   ptx::copy_async_wait();
   __syncthreads();
   if constexpr (!kHalves) {
-    for (int tile = 0; tile < min(2, task.tiles); ++tile) Tiles::decode_tile(s, tile);
+    for (int tile = 0; tile < min(2, tiles); ++tile) Tiles::decode_tile(s, tile);
     __syncthreads();
-    if (2 < task.tiles) Tiles::copy_tile(s, 2);
+    if (2 < tiles) Tiles::copy_tile(s, 2);
   }
 #pragma unroll 1
-  for (int tile = 0; tile < task.tiles; ++tile) {
-    const int  start  = task.begin + tile * kTile;
-    const bool second = ptx::thread_index() / kWarp >= kWarps / 2;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int  start  = begin + tile * kTile;
     const auto arrive = [&] {
       ptx::copy_async_wait();
-      if (tile + Tiles::kAhead < task.tiles) Tiles::settle(p, s, tile + Tiles::kAhead);
+      if (tile + Tiles::kAhead < tiles) Tiles::settle(p, s, tile + Tiles::kAhead);
       __syncwarp();
       if (ptx::thread_index() % kWarp == 0) ptx::mbarrier_arrive(&s.behind);
-      if (kTurns && !second) ptx::barrier_arrive(kTurnBarrier, kThreads);
     };
-    if (kTurns && second) ptx::barrier_sync(kTurnBarrier, kThreads);
-    const Task::Spans seen = task.spans[ptx::thread_index() / kWarp];
     if (start < seen.end && start + kTile > seen.first) {
       const bool partial = start < seen.all_first || start + kTile > seen.all_end;
       attend(p, block, s, tile, start, partial, queries, scales, state, arrive);
@@ -1664,10 +1661,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
     }
     ptx::mbarrier_spin(&s.behind, tile % 2);
     if constexpr (!kHalves) {
-      if (tile + 2 < task.tiles) Tiles::decode_tile(s, tile + 2);
+      if (tile + 2 < tiles) Tiles::decode_tile(s, tile + 2);
     }
-    if (tile + Tiles::kAhead < task.tiles) Tiles::copy_tile(s, tile + Tiles::kAhead);
-    if (tile + Tiles::kAhead + 1 < task.tiles) Tiles::look_up(p, s, tile + Tiles::kAhead + 1);
+    if (tile + Tiles::kAhead < tiles) Tiles::copy_tile(s, tile + Tiles::kAhead);
+    if (tile + Tiles::kAhead + 1 < tiles) Tiles::look_up(p, s, tile + Tiles::kAhead + 1);
   }
   finish(state, p, block, Tiles::kUnit);
 }
