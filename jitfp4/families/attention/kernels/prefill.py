@@ -16,6 +16,7 @@ from jitfp4.spec import I64, Geometry, KernelSpec
 
 _WARP = 32
 _MOST_SUMS = 192  # of the 255 registers of a thread: sums of outputs, and scores
+_FEWER_SUMS = 160  # where rows are padded, and on Blackwell where products are of float16: more would spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,11 @@ def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch, kind: type[Pref
     if problem.rows <= MAX_ROWS:
         return "few query rows leave most of its products empty"
     sums = (problem.head_dim + tactic.tile) * tactic.warp_rows // _WARP
-    if sums > _MOST_SUMS:
-        return f"{sums} registers of a thread for sums of outputs and scores are more than {_MOST_SUMS}"
+    padded = problem.head_dim < power_of_two(problem.head_dim)
+    halves = arch.has_e2m1_cvt and problem.cache in (CacheFormat.NVFP4, CacheFormat.F16)
+    most = _FEWER_SUMS if padded or halves else _MOST_SUMS
+    if sums > most:
+        return f"{sums} registers of a thread for sums of outputs and scores are more than {most}"
     shared = specialise(problem, tactic, kind).shared_bytes
     if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
