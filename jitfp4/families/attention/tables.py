@@ -131,7 +131,7 @@ _ROWS: tuple[Row[Any], ...] = (
         rows=MANY_ROWS,
     ),
     # Many query rows, mma.sync: drafts of the kernel were timed on an H200, with 4 x 4,096 tokens, and with 8 x 16 at
-    # ends of 8,192. No record has these times: those in h200/prefill_search.csv and prefill_search_widths.csv are older.
+    # ends of 8,192. No record has these; the times in h200/prefill_search.csv and prefill_search_widths.csv are older.
     Row(PrefillTactic(4, 16, 32, 1), {"rows": ROW_BLOCK}),
     *rows(
         (PrefillTactic(8, 16, 64, 1), {"rows": 2 * ROW_BLOCK}),
