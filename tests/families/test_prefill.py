@@ -136,14 +136,11 @@ def test_the_reference_is_attention(name: str) -> None:
 
 
 # The cuts that the table gives, whichever kernel an architecture prefers.
-_TACTICS = {64: PrefillTactic(8, 32, 64, 1), 128: PrefillTactic(8, 32, 64, 1), 256: PrefillTactic(8, 16, 32, 1)}
+_TACTICS = {64: PrefillTactic(8, 32, 64, 1), 128: PrefillTactic(8, 32, 32, 1), 256: PrefillTactic(8, 16, 32, 1)}
 _OTHERS = {
-    "ragged_interleaved": PrefillTactic(8, 32, 32, 1),
+    **dict.fromkeys(("group_71", "d_96_e4m3", "cache_bf16", "scattered_bf16"), PrefillTactic(8, 32, 64, 1)),
     "all_tokens": PrefillTactic(8, 16, 64, 1),
     "many_tiles": PrefillTactic(4, 16, 32, 1),
-    "scattered": PrefillTactic(8, 32, 32, 1),
-    "d_112": PrefillTactic(8, 32, 32, 1),
-    "d_112_bf16": PrefillTactic(8, 32, 32, 1),
     "d_256": PrefillTactic(4, 16, 16, 1),
 }
 
@@ -172,7 +169,7 @@ def check_table_ends(arch: str) -> None:
     """Of a request that says to be longer than its row of the page table, what the table has is there."""
     case = Case(lengths=(40,), q_lens=(20,), kv_heads=1, group=2, page=20)
     case.block_tables, case.seq_lens = case.block_tables[:, :2].contiguous(), torch.tensor([100], dtype=torch.int32)
-    with sim.device(arch), ATTENTION.forced(PrefillTactic(8, 32, 32, 1)):
+    with sim.device(arch), ATTENTION.forced(_TACTICS[128]):
         case.check(case.run_context(), _BOUND)
 
 
