@@ -39,7 +39,7 @@ LAYOUTS = (("HND", 64), ("NHD", 16))
 POOL_BYTES = 1 << 30
 PAUSE_S = 0.2
 PEERS = Path(__file__).parent / "results/h200/prefill_peers.csv"
-MMA_SYNC = PrefillTactic(8, 16, 64, 1)  # what 128 rows get where there is no wgmma
+MMA_SYNC = PrefillTactic(8, 32, 64, 1)  # what 256 rows and more would get on sm_90a without wgmma
 
 
 class Cell(NamedTuple):

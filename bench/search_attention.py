@@ -44,6 +44,8 @@ WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
     64: (
         WgmmaTactic(2, 1, 128, 4, True),
         *(WgmmaTactic(3, 1, 64, *cut) for cut in ((3, True), (4, True), (4, True, 2))),
+        PrefillTactic(8, 32, 64, 1),
+        PrefillTactic(4, 32, 64, 2),
     ),
     256: (
         PrefillTactic(8, 16, 32, 1),
@@ -51,7 +53,7 @@ WIDTHS: dict[int, tuple[WgmmaTactic | PrefillTactic, ...]] = {
     ),
     128: (
         *(WgmmaTactic(3, 1, 64, *cut) for cut in ((3, True), (3, True, 2), (4, True, 2))),
-        PrefillTactic(8, 16, 64, 1),
+        *(PrefillTactic(8, rows, tile, 1) for rows, tile in ((32, 64), (32, 32), (16, 64))),
     ),
 }
 """By head dimension."""

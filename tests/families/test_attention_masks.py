@@ -143,7 +143,7 @@ def test_few_rows(cache: str, cluster: int) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 def test_many_rows(cache: str) -> None:
     d = CACHES[cache].get("head_dim", 128)
-    tactic = {64: (4, 32, 64, 2), 128: (4, 16, 64, 2), 256: (4, 16, 16, 1)}[power_of_two(d)]
+    tactic = {64: (4, 32, 64, 2), 128: (8, 16, 64, 1), 256: (4, 16, 16, 1)}[power_of_two(d)]
     with sim.device(FEW_SMS, races=True), ATTENTION.forced(MaskedPrefillTactic(*tactic)):
         case = Case(**MANY | CACHES[cache], masks=tree(MANY))
         case.check(case.run(**drafts(case)), BOUND)

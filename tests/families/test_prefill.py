@@ -136,8 +136,13 @@ def test_the_reference_is_attention(name: str) -> None:
 
 
 # The cuts that the table gives, whichever kernel an architecture prefers.
-_TACTICS = {64: PrefillTactic(4, 32, 64, 2), 128: PrefillTactic(4, 16, 64, 2), 256: PrefillTactic(8, 16, 32, 1)}
-_OTHERS = {"all_tokens": PrefillTactic(8, 16, 64, 1), "d_256": PrefillTactic(4, 16, 16, 1)}
+_TACTICS = {64: PrefillTactic(8, 32, 64, 1), 128: PrefillTactic(8, 32, 32, 1), 256: PrefillTactic(8, 16, 32, 1)}
+_OTHERS = {
+    **dict.fromkeys(("group_71", "d_96_e4m3", "cache_bf16", "scattered_bf16"), PrefillTactic(8, 32, 64, 1)),
+    "all_tokens": PrefillTactic(8, 16, 64, 1),
+    "many_tiles": PrefillTactic(4, 16, 32, 1),
+    "d_256": PrefillTactic(4, 16, 16, 1),
+}
 
 
 def run(name: str, **changes: Any) -> tuple[Case, tuple[torch.Tensor, torch.Tensor]]:
@@ -275,7 +280,7 @@ def test_what_is_not_rejected_stays_in_registers(
 
 
 def test_why_a_tactic_is_rejected() -> None:
-    for head_dim, tactic in ((128, PrefillTactic(4, 32, 64, 2)), (256, PrefillTactic(8, 16, 64, 1))):
+    for head_dim, tactic in ((192, PrefillTactic(8, 32, 64, 1)), (256, PrefillTactic(8, 32, 32, 1))):
         assert "registers" in str(rejects(_problem(head_dim=head_dim), tactic, ARCHS["sm_80"]))
 
 

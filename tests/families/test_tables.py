@@ -16,7 +16,7 @@ from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, CacheFormat, Pages
+from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, CacheFormat, Pages, power_of_two
 from jitfp4.families.attention.problem import Problem as AttentionProblem
 from jitfp4.families.conv.kernels.causal import ConvTactic
 from jitfp4.families.conv.operation import CONV
@@ -262,11 +262,11 @@ def prefill_cases(file: str = "prefill_search") -> Iterator[tuple[AttentionProbl
         lines = [{"head_dim": "128"} | line for line in csv.DictReader(opened)]
     for (head_dim, cache, heads, kv_heads, order, page, batch, context, q_len), group in cases(lines, 9):
         rows = int(q_len) * int(heads) // int(kv_heads)
-        row_blocks = -(-int(batch) * rows // ROW_BLOCK) + 2 * int(batch)
+        row_blocks = power_of_two(-(-int(batch) * rows // ROW_BLOCK)) + 4 * power_of_two(int(batch))
         problem = attention_problem(cache, order, page, batch, kv_heads, context)._replace(
             head_dim=int(head_dim),
             rows=min(rows, MANY_ROWS),
-            blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length(),
+            blocks=int(kv_heads) * row_blocks,
         )
         yield problem, {prefill_tactic(kinds[line["kernel"]], line["tactic"]): float(line["us"]) for line in group}
 

@@ -275,7 +275,7 @@ CHECKS: dict[str, Subject] = {
         "attention_quantize", (on(lambda device: fp4_output.test_given_and_allocated(torch.uint8, device)),)
     ),
     "prefill, masked": Subject(
-        "attention_prefill_masked", masks(attention_masks.MANY, MaskedPrefillTactic(4, 16, 64, 2), with_sinks=True)
+        "attention_prefill_masked", masks(attention_masks.MANY, MaskedPrefillTactic(4, 16, 32, 1), with_sinks=True)
     ),
     "prefill, wgmma masked": Subject(
         "attention_prefill_wgmma_masked",

@@ -278,7 +278,7 @@ def decode_cases() -> Iterator[Case]:
 
 
 def prefill_cases() -> Iterator[Case]:
-    tactics = {64: PrefillTactic(4, 32, 64, 2), 128: PrefillTactic(4, 16, 64, 2), 256: PrefillTactic(8, 16, 32, 1)}
+    tactics = {64: PrefillTactic(4, 32, 64, 2), 128: PrefillTactic(8, 16, 64, 1), 256: PrefillTactic(8, 16, 32, 1)}
     for cache in _CACHES:
         yield partial(_context_call, cache, (40, 20), tactics[cache.get("head_dim", 128)])
 

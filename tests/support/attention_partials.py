@@ -153,10 +153,12 @@ template struct RawQueries<Decode<4>, Tile>;
     ),
     "attention/tiles.cuh.j2": (
         "sm_80",
-        REQUEST + "struct Request { int table; };\ntemplate struct CacheTiles<4, 128, 128, true, 64, 128, 0>;\n"
-        "using Tiles = CacheTiles<8, 80, 128, false, 32, 256, 64>;\n"
-        "__global__ void run(const Operands& p, Tiles::Shared& s, const Request& r) {\n"
-        "  Tiles::Lookup(p, r, 1, 2, 3, 4).put(p, s, 0), Tiles::copy_tile(p, s, 0, 1), Tiles::decode_tile(s, 1);\n}\n",
+        REQUEST + "struct Request { int table; };\nstruct Block { Request request; int head; };\n"
+        "struct Task { Block block; int first, end, begin, tiles; uint32 inverse; };\n"
+        "template struct CacheTiles<4, 128, 128, true, 64, 128, 0, Task, false>;\n"
+        "using Tiles = CacheTiles<8, 80, 128, false, 32, 256, 64, Task, true>;\n"
+        "__global__ void run(const Operands& p, Tiles::Shared& s) {\n"
+        "  Tiles::look_up(p, s, 1), Tiles::settle(p, s, 1), Tiles::copy_tile(s, 1), Tiles::decode_tile(s, 1);\n}\n",
     ),
     "attention/codes.cuh.j2": (
         "sm_100a",

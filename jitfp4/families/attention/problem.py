@@ -147,7 +147,7 @@ def problem_of(a: Arguments) -> Problem:
     masked, rows = a.mask is not None, group * a.q_len_per_req
     causal = not masked and (a.causal or a.q_len_per_req == 1)
     few = (causal or masked) and a.q_len_per_req <= MAX_Q_LEN and rows <= DECODE_ROWS
-    blocks = heads * (ceil_div(a.query.shape[0] * group, ROW_BLOCK) + 2 * batch)
+    blocks = heads * (power_of_two(ceil_div(a.query.shape[0] * group, ROW_BLOCK)) + 4 * power_of_two(batch))
     tiles = ceil_div(a.max_tokens, TILE)
     if a.page_ends is not None:  # one list for all requests
         tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, batch))
@@ -166,7 +166,7 @@ def problem_of(a: Arguments) -> Problem:
         tiles=tiles,
         units=tiles * power_of_two(batch * heads),
         causal=causal,
-        blocks=0 if few else power_of_two(blocks),
+        blocks=0 if few else blocks,
         soft_cap=a.soft_cap > 0,
         listed=a.page_ends is not None and batch > 1,
         whole=a.whole,

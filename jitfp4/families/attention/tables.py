@@ -12,8 +12,9 @@ come.
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
 copies K and V. Two CTAs share the expansion of NVFP4 and E4M3, and copies of rows of more than 128 elements. A few
 hundred rows are better cut into 128 than into 192, of which more would be empty, and so is NVFP4 where requests are
-short. Rows for mma.sync have not been measured: they follow from registers, shared memory, and the products of a tile
-for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16.
+short. Elsewhere mma.sync takes as many rows as there are and fit: 256 rows decode a tile half as often as 128, and 32
+rows of a warp read it half as often as 16. That was timed on an H200; other architectures have what fits in their
+memory and registers.
 """
 
 from __future__ import annotations
@@ -139,14 +140,16 @@ _ROWS: tuple[Row[Any], ...] = (
         (WgmmaTactic(tile=64), {}),
         rows=MANY_ROWS,
     ),
-    # Many query rows, mma.sync: by model, not measured
+    # Many query rows, mma.sync: drafts of the kernel were timed on an H200, with 4 x 4,096 tokens, and with 8 x 16 at
+    # ends of 8,192. No record has these; the times in h200/prefill_search.csv and prefill_search_widths.csv are older.
+    Row(PrefillTactic(4, 16, 32, 1), {"rows": ROW_BLOCK}),
     *rows(
-        (PrefillTactic(4, 16, 64, 2), {"width": 128}),
-        (PrefillTactic(4, 16, 32, 1), {}),
-        rows=ROW_BLOCK,
+        (PrefillTactic(8, 16, 64, 1), {"rows": 2 * ROW_BLOCK}),
+        (PrefillTactic(8, 16, 32, 1), {"rows": 2 * ROW_BLOCK}),
+        (PrefillTactic(8, 32, 64, 1), {}),
+        (PrefillTactic(8, 32, 32, 1), {}),
+        width=128,
     ),
-    Row(PrefillTactic(4, 32, 64, 2), {"width": 64}),
-    Row(PrefillTactic(8, 16, 64, 1), {"width": 128}),
     Row(PrefillTactic(8, 16, 32, 1)),
     Row(PrefillTactic(4, 16, 32, 1)),
     Row(PrefillTactic(4, 16, 16, 1)),

@@ -11,11 +11,12 @@ from jitfp4.families.attention.parameters import INPUTS, SIZES, SOFT_CAP, bind
 from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, CacheFormat, Problem, power_of_two
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
-from jitfp4.layouts import round_up
+from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec
 
 _WARP = 32
-_MOST_SUMS = 144  # of the 255 registers of a thread: sums of outputs, and scores
+_MOST_SUMS = 192  # of the 255 registers of a thread: sums of outputs, and scores
+_FEWER_SUMS = 160  # where rows are padded, and on Blackwell where products are of float16: more would spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,13 @@ class PrefillTactic:
 
 
 TACTICS = (
-    PrefillTactic(4, 16, 64, 2),
-    PrefillTactic(4, 16, 32, 1),
+    PrefillTactic(8, 32, 64, 1),
+    PrefillTactic(8, 32, 32, 1),
     PrefillTactic(4, 32, 64, 2),
     PrefillTactic(8, 16, 64, 1),
     PrefillTactic(8, 16, 32, 1),
+    PrefillTactic(4, 16, 64, 2),
+    PrefillTactic(4, 16, 32, 1),
     PrefillTactic(4, 16, 16, 1),
 )
 
@@ -69,13 +72,15 @@ class PrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: two tiles as 16-bit floats, two as in the cache, places of four tiles, queries."""
+        """Of a CTA: three tiles as 16-bit floats, two as in the cache, addresses of four, queries, its task."""
         bits = self.cache.bits
         scales = round_up(self.head_dim // 16, 4) if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
         halves = 2 * self.tile * self.width * 2
-        queries = 0 if self.head_dim <= 128 and self.warp_rows == 16 else self.rows * self.head_dim * 2
-        return round_up(2 * halves + 4 * self.tile * 16 + 4 * 8 + 2 * raw + queries + 16, 1024)
+        rows = self.tile * (32 if bits == 4 else 16)
+        queries = 0 if self.head_dim * self.warp_rows <= 128 * 16 else self.rows * self.head_dim * 2
+        task = 16 * self.warps + (80 if self.masked else 64)
+        return round_up(3 * halves + 4 * (rows + 8) + 2 * raw + queries + 32 + task, 1024)
 
 
 def specialise(problem: Problem, tactic: PrefillTactic, kind: type[PrefillSpec] = PrefillSpec) -> PrefillSpec:
@@ -91,8 +96,11 @@ def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch, kind: type[Pref
     if problem.rows <= MAX_ROWS:
         return "few query rows leave most of its products empty"
     sums = (problem.head_dim + tactic.tile) * tactic.warp_rows // _WARP
-    if sums > _MOST_SUMS:
-        return f"{sums} registers of a thread for sums of outputs and scores are more than {_MOST_SUMS}"
+    padded = problem.head_dim < power_of_two(problem.head_dim)
+    halves = arch.has_e2m1_cvt and problem.cache in (CacheFormat.NVFP4, CacheFormat.F16)
+    most = _FEWER_SUMS if padded or halves else _MOST_SUMS
+    if sums > most:
+        return f"{sums} registers of a thread for sums of outputs and scores are more than {most}"
     shared = specialise(problem, tactic, kind).shared_bytes
     if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
@@ -104,7 +112,7 @@ def geometry(problem: Problem, tactic: PrefillTactic, arch: Arch) -> Geometry:
     del arch  # the grid is the same for every one
     spec = specialise(problem, tactic)
     return Geometry(
-        grid=(problem.blocks * ROW_BLOCK // spec.rows, 1, 1),
+        grid=(ceil_div(problem.blocks * ROW_BLOCK, spec.rows), 1, 1),
         block=(tactic.warps * _WARP, 1, 1),
         shared_bytes=spec.shared_bytes,
     )

@@ -1,9 +1,17 @@
 // attention_prefill_masked, generated from templates/attention/prefill_masked.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"min_ctas":2,"out_dtype":"bf16","q_dtype":"bf16","soft_cap":false,"tile":64,"warp_rows":16,"warps":4}
+// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","q_dtype":"bf16","soft_cap":false,"tile":32,"warp_rows":16,"warps":4}
 //
 // Attention of many query rows over a paged cache. A CTA takes kRows query rows of one request and KV head, kWarpRows
 // for each warp, and all tokens that any of them sees, in tiles of kTile: while the warps multiply one tile, the next
-// ones are copied. There is one barrier for each tile.
+// ones are copied.
+//
+// One barrier orders all: a warp arrives in the middle of a tile, and waits at its end. So warps may be half a tile
+// apart, and the softmax of one falls into the products of another:
+//
+//   | scores t | arrive t | softmax, outputs t | wait t | decode t + 2, copy t + 3 | scores t + 1
+//
+// After the wait for tile t all warps are through with t - 1, whose buffer gets t + 2, and what they copied and decoded
+// before they arrived is there. 16-bit floats are not decoded: they are copied, and looked up, a tile later.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -567,14 +575,14 @@ constexpr bool kSoftCap     = false;  // logits are capped
 constexpr bool kMasked      = true;  // by the caller
 constexpr int  kWarps       = 4;
 constexpr int  kWarpRows    = 16;
-constexpr int  kTile        = 64;  // tokens
-constexpr int  kMinCtas     = 2;  // that an SM must hold at once; bounds the registers
+constexpr int  kTile        = 32;  // tokens
+constexpr int  kMinCtas     = 1;  // that an SM must hold at once; bounds the registers
 
 constexpr int  kThreads    = kWarps * kWarp;
 constexpr int  kRows       = kWarps * kWarpRows, kParts = kWarpRows / 16;
 constexpr int  kSteps      = kHeadDim / 16;
 constexpr bool kHalves     = kCacheBits == 16;
-constexpr bool kHeldQueries = kHeadDim <= 128 && kWarpRows == 16;  // in registers
+constexpr bool kHeldQueries = kHeadDim * kWarpRows <= 128 * 16;  // in registers
 constexpr int  kQueryBytes = kHeldQueries ? 0 : kRows * kHeadDim * 2;  // in shared memory
 using Mma = Select<kHalves && kIsBf16Cache, bf16, f16>;
 
@@ -765,6 +773,116 @@ struct Sight {
 using Block   = RowBlock<kTile, kRows, Select<kMasked, TokenMask, NoMask>>;
 using Request = decltype(Block::request);
 
+// What a CTA does: in shared memory, since registers are few.
+struct Task {
+  // Of a warp: the tokens that some row sees, and those that all see.
+  struct alignas(16) Spans { int first, end, all_first, all_end; };
+
+  Spans  spans[kWarps];
+  Block  block;
+  int    first, end;    // of the tokens that some row sees
+  int    begin, tiles;  // the first token of the first tile, which may be before
+  uint32 inverse;       // of the tokens of a page
+};
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/mbarrier_spin ------------------------------------------------
+constexpr bool kHasTryWait = true;
+
+namespace ptx {
+// As mbarrier_wait, where a thread cannot be suspended: it looks again and again.
+__device__ __forceinline__ void mbarrier_spin(Barrier* b, uint32 parity) {
+  if constexpr (kHasTryWait) return mbarrier_wait(b, parity);
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/warpgroup ----------------------------------------------------
+// Warpgroups: the order of their matrix products, and the number of their registers.
+namespace ptx {
+// To be called before the first product, and whenever registers of a product were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of products are complete.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+}  // namespace ptx
+
 // ---- attention/columns -----------------------------------------------------
 // The column of the page table that has a token is found by a division by the tokens of a page.
 template <class Operands> __device__ __forceinline__ uint32 inverse_of_page(const Operands& p) {
@@ -776,10 +894,11 @@ __device__ __forceinline__ int column_of(int token, uint32 inverse) {
 
 // ---- attention/tiles -------------------------------------------------------
 // Copies of tiles of kTile tokens from pages to shared memory, where all warps of a CTA read them as 16-bit floats:
-// rows of kHeadDim elements, K, then V, in one of two buffers, or turns. A cache of 16-bit floats is copied to them
+// rows of kHeadDim elements, K, then V, in one of three buffers, by turns. A cache of 16-bit floats is copied to them
 // directly. Others are first copied in their own format, codes of K and V, then their scales, and decoded once for all
 // warps.
-template <int kCacheBits, int kHeadDim, int kWidth, bool kInterleaved, int kTile, int kThreads, int kQueryBytes>
+template <int kCacheBits, int kHeadDim, int kWidth, bool kInterleaved, int kTile, int kThreads, int kQueryBytes,
+          class Task, bool kFewRegisters>
 struct CacheTiles {
   static constexpr bool kHalves     = kCacheBits == 16;
   static constexpr int  kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
@@ -789,94 +908,118 @@ struct CacheTiles {
   static constexpr int kRawSideBytes = kTile * kRowBytes, kRawScalesAt = 2 * kRawSideBytes;
   static constexpr int kScalesRow    = (kScaleBytes + 3) / 4 * 4;
   static constexpr int kRawBytes     = kHalves ? 0 : 2 * kTile * (kRowBytes + kScalesRow);
-  static constexpr int kAhead        = kHalves ? 1 : 2;  // how many tiles ahead of its use a tile is copied
-  static constexpr int kPlaceTurns   = 4;
+  static constexpr int kBuffers      = 3;
+  static constexpr int kAhead        = kHalves ? 2 : 3;  // how many tiles ahead of its use a tile is copied
+  static constexpr int kRowTurns     = 4;
   static constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
   // Of decoded numbers:
   static constexpr float kUnit = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;
 
-  // Where a token lies. `there` has bit 0 if some row of the CTA sees the token and it has a page, and bit 1 if it has
-  // a page and may be one of four tokens of which one is seen, whose V scales are interleaved.
-  struct Place { int k_page, v_page, slot, there; };
+  // Of a token: where its rows of K and V lie, and their scales. Before, the numbers of its pages, its slot in them,
+  // and bits: 0 if some row of the CTA sees the token, 1 if it may be one of four tokens of which one is seen, whose V
+  // scales are interleaved.
+  using Rows = uint64[kScaleBytes > 0 ? 4 : 2];
 
   struct Shared {
-    alignas(1024) uint8 halves[2][2 * kSideBytes];
-    Place  places[kPlaceTurns][kTile];
-    uint32 present[kPlaceTurns][2];
+    alignas(1024) uint8 halves[kBuffers][2 * kSideBytes];
+    alignas(16) Rows rows[kRowTurns][kTile];
+    uint32 present[kRowTurns][2];  // a bit for each token that is seen and has a page
     alignas(16) uint8 rest[2 * kRawBytes + kQueryBytes + 16];  // tiles as they are in the cache, by turn; query rows
+    Barrier behind;  // the middle of a tile
+    Task    task;
   };
 
+  __device__ __forceinline__ static uint32 thread_index() {
+    return kFewRegisters ? ptx::thread_index() : threadIdx.x;
+  }
   // The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, and eight rows' are in different banks.
   __device__ __forceinline__ static constexpr int place_of(int row, int chunk) {
     return row * kHalfRow + (chunk ^ (row & 7)) * 16;
   }
 
-  // The pages of a tile's tokens, which are loaded from the page table before they are needed.
-  struct Lookup {
-    int k_page = -1, v_page = -1, slot = 0, there = 0;
-
-    template <class Operands, class Request>
-    __device__ __forceinline__ Lookup(
-        const Operands& p, const Request& r, uint32 inverse, int start, int first, int end) {
-      const int token = start + threadIdx.x;
-      if (threadIdx.x < kTile && (kInterleaved ? token & ~3 : token) < end) {
-        const int column = column_of(token, inverse);
-        slot   = token - column * p.page;
-        k_page = p.tables[r.table + column];
-        v_page = p.tables[r.table + column + p.v_table];
-        there  = token >= first && token < end ? 3 : 2;
+  // Looks up the pages of a tile's tokens, whose numbers are then copied from the page table.
+  template <class Operands>
+  __device__ __forceinline__ static void look_up(const Operands& p, Shared& s, int tile) {
+    const Task& task = s.task;
+    const int thread = thread_index();
+    if (thread >= kTile) return;
+    const int    token  = task.begin + tile * kTile + thread, column = column_of(token, task.inverse);
+    const bool   listed = (kInterleaved ? token & ~3 : token) < task.end;
+    const uint32 to     = ptx::shared_address(s.rows[tile % kRowTurns][thread]);
+    const int32* from   = p.tables + (listed ? task.block.request.table + column : 0);
+    ptx::copy_or_clear<4, false>(to, from, listed);
+    ptx::copy_or_clear<4, false>(to + 4, from + p.v_table, listed);
+    ptx::st_shared_word(to + 8, token - column * p.page);
+    ptx::st_shared_word(to + 12, listed ? token >= task.first && token < task.end ? 3 : 2 : 0);
+  }
+  // Ends a look-up, when the copies are complete.
+  template <class Operands> __device__ __forceinline__ static void settle(const Operands& p, Shared& s, int tile) {
+    const int thread = thread_index(), turn = tile % kRowTurns;
+    if (thread >= kWords * kWarp) return;
+    uint32 bits = 0;
+    if (thread < kTile) {
+      Rows& rows = s.rows[turn][thread];
+      const uint4 place = ptx::ld_shared(ptx::shared_address(rows));
+      const int   k_page = place.x, v_page = place.y, slot = place.z;
+      if (place.x < uint32(p.num_pages) && place.y < uint32(p.num_pages)) bits = place.w;
+      const auto set = [&](int i, const uint8* base, int64 head_stride, int page, int page_stride, int token_stride) {
+        const uint8* page_rows = ptx::mad_wide(page, page_stride, base + s.task.block.head * head_stride);
+        rows[i] = uint64(ptx::mad_wide(slot, token_stride, page_rows));
+      };
+      set(0, p.k, p.k_head_stride, k_page, p.k_page_stride, p.k_token_stride);
+      set(1, p.v, p.v_head_stride, v_page, p.v_page_stride, p.v_token_stride);
+      if constexpr (kScaleBytes > 0) {
+        set(2, p.k_scales, p.k_scales_head_stride, k_page, p.k_scales_page_stride, p.k_scales_token_stride);
+        set(3, p.v_scales, p.v_scales_head_stride, v_page, p.v_scales_page_stride, p.v_scales_token_stride);
+        if (bits == 0) rows[3] = 0;
       }
     }
-    template <class Operands> __device__ __forceinline__ void put(const Operands& p, Shared& s, int turn) const {
-      if (threadIdx.x >= kWords * kWarp) return;
-      const bool known = uint32(k_page) < uint32(p.num_pages) && uint32(v_page) < uint32(p.num_pages);
-      const int bits = known ? there : 0;
-      const uint32 present = __ballot_sync(~0u, bits & 1);
-      if (threadIdx.x < kTile) s.places[turn][threadIdx.x] = {k_page, v_page, slot, bits};
-      if (threadIdx.x % kWarp == 0) s.present[turn][threadIdx.x / kWarp] = present;
-    }
-  };
-
-  __device__ __forceinline__ static const uint8* address(
-      const uint8* base, const Place& place, int page, int page_stride, int token_stride) {
-    return ptx::mad_wide(place.slot, token_stride, ptx::mad_wide(page, page_stride, base));
+    const uint32 present = __ballot_sync(~0u, bits & 1);
+    if (thread % kWarp == 0) s.present[turn][thread / kWarp] = present;
+  }
+  // Whether all tokens of a tile are present.
+  __device__ __forceinline__ static bool whole(const Shared& s, int tile) {
+    constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
+    const uint32* present = s.present[tile % kRowTurns];
+    return present[0] == kAll && (kWords == 1 || present[kWords - 1] == kAll);
   }
 
   // Starts the copies of a tile. Tokens that have no page are not read, and become 0.
-  template <class Operands>
-  __device__ __forceinline__ static void copy_tile(const Operands& p, Shared& s, int head, int tile) {
-    constexpr int kBytes = kRowBytes % 16 == 0 ? 16 : 8;  // that rows are aligned to
-    constexpr int kChunks = kRowBytes / kBytes, kCopies = kTile * kChunks;
-    const Place* places = s.places[tile % kPlaceTurns];
-    const uint32 to = ptx::shared_address(kHalves ? s.halves[tile % 2] : s.rest + tile % 2 * kRawBytes);
-    const uint8* k = p.k + head * p.k_head_stride;
-    const uint8* v = p.v + head * p.v_head_stride;
+  __device__ __forceinline__ static void copy_tile(Shared& s, int tile) {
+    if (whole(s, tile)) copy_rows<true>(s, tile);
+    else copy_rows<false>(s, tile);
+  }
+  template <bool kWhole> __device__ __forceinline__ static void copy_rows(Shared& s, int tile) {
+    constexpr uint32 kBytes = kRowBytes % 16 == 0 ? 16 : 8;  // that rows are aligned to
+    constexpr uint32 kChunks = kRowBytes / kBytes, kCopies = kTile * kChunks;
+    constexpr bool   kEven = kThreads % kChunks == 0;  // a thread's chunks have the same place in their rows
+    const uint32  thread  = thread_index();
+    const Rows*   rows    = s.rows[tile % kRowTurns];
+    const uint32* present = s.present[tile % kRowTurns];
+    const uint32  to = ptx::shared_address(kHalves ? s.halves[tile % kBuffers] : s.rest + tile % 2 * kRawBytes);
+    const auto    is_present = [&](uint32 row) { return kWhole || (present[row / kWarp] >> row % kWarp & 1); };
 #pragma unroll kUnroll
-    for (int i = 0; i < kCopies; i += kThreads) {
-      const int copy = i + threadIdx.x, row = copy / kChunks, chunk = copy % kChunks;
+    for (uint32 i = 0; i < kCopies; i += kThreads) {
+      const uint32 copy = i + thread, row = kEven ? i / kChunks + thread / kChunks : copy / kChunks;
+      const uint32 chunk = kEven ? thread % kChunks : copy % kChunks;
       if (kCopies % kThreads != 0 && copy >= kCopies) break;
-      const Place place = places[row];
+      const auto [k_low, k_high, v_low, v_high] = ptx::ld_shared(ptx::shared_address(rows[row]));
+      const uint8* k = reinterpret_cast<const uint8*>(uint64(k_high) << 32 | k_low);
+      const uint8* v = reinterpret_cast<const uint8*>(uint64(v_high) << 32 | v_low);
       const uint32 at = to + (kHalves ? place_of(row, chunk) : copy * kBytes);
-      ptx::copy_or_clear<kBytes, false>(
-          at, address(k, place, place.k_page, p.k_page_stride, p.k_token_stride) + chunk * kBytes, place.there & 1);
-      ptx::copy_or_clear<kBytes, false>(
-          at + (kHalves ? kSideBytes : kRawSideBytes),
-          address(v, place, place.v_page, p.v_page_stride, p.v_token_stride) + chunk * kBytes, place.there & 1);
+      ptx::copy_or_clear<kBytes, kWhole>(at, k + chunk * kBytes, is_present(row));
+      ptx::copy_or_clear<kBytes, kWhole>(
+          at + (kHalves ? kSideBytes : kRawSideBytes), v + chunk * kBytes, is_present(row));
     }
     if constexpr (kScaleBytes > 0) {
 #pragma unroll
-      for (int i = 0; i < 2 * kTile; i += kThreads) {
-        const int copy = i + threadIdx.x, row = copy % kTile;
+      for (uint32 i = 0; i < 2 * kTile; i += kThreads) {
+        const uint32 copy = i + thread, row = copy % kTile, side = copy / kTile;
         if (2 * kTile % kThreads != 0 && copy >= 2 * kTile) break;
-        const Place place = places[row];
-        const bool  of_v  = copy >= kTile;
-        const uint8* from =
-            of_v ? address(p.v_scales + head * p.v_scales_head_stride, place, place.v_page, p.v_scales_page_stride,
-                           p.v_scales_token_stride)
-                 : address(p.k_scales + head * p.k_scales_head_stride, place, place.k_page, p.k_scales_page_stride,
-                           p.k_scales_token_stride);
-        ptx::copy_row_or_clear<kScaleBytes, kScalesRow, false>(
-            to + kRawScalesAt + copy * kScalesRow, from, place.there & (kInterleaved && of_v ? 2 : 1));
+        const uint64 from = rows[row][2 + side];
+        ptx::copy_row_or_clear<kScaleBytes, kScalesRow, kWhole>(
+            to + kRawScalesAt + copy * kScalesRow, reinterpret_cast<const uint8*>(from),
+            kInterleaved && side == 1 ? from != 0 : is_present(row));
       }
     }
   }
@@ -910,11 +1053,12 @@ struct CacheTiles {
   __device__ __forceinline__ static void decode_tile(Shared& s, int tile) {
     constexpr int kRowBlocks = kHeadDim / 16, kSideBlocks = kTile * kRowBlocks;
     const uint8*  raw     = s.rest + tile % 2 * kRawBytes;
-    const uint32* present = s.present[tile % kPlaceTurns];
+    const uint32* present = s.present[tile % kRowTurns];
+    const int     thread  = thread_index();
 #pragma unroll kUnroll
     for (int i = 0; i < kSideBlocks; i += kThreads) {
       // Eight lanes take four blocks of two rows each, so that they write to different banks.
-      const int at = i + threadIdx.x;
+      const int at = i + thread;
       if (kSideBlocks % kThreads != 0 && at >= kSideBlocks) break;
       constexpr bool kFours = kRowBlocks % 4 == 0;
       const int row   = kFours ? at / (2 * kRowBlocks) * 2 + at / 4 % 2 : at / kRowBlocks;
@@ -930,16 +1074,16 @@ struct CacheTiles {
         }
         uint4 halves[2];
         decode_block(raw + side * kRawSideBytes + (row * kRowBlocks + block) * (kCacheBits * 2), scale, halves);
-        uint8* to = s.halves[tile % 2] + side * kSideBytes;
+        uint8* to = s.halves[tile % kBuffers] + side * kSideBytes;
 #pragma unroll
         for (int j = 0; j < 2; ++j) *reinterpret_cast<uint4*>(to + place_of(row, 2 * block + j)) = halves[j];
       }
     }
   }
 };
-using Tiles  = CacheTiles<kCacheBits, kHeadDim, kWidth, kInterleaved, kTile, kThreads, kQueryBytes>;
+using Tiles  = CacheTiles<kCacheBits, kHeadDim, kWidth, kInterleaved, kTile, kThreads, kQueryBytes, Task,
+                          (kParts > 1)>;
 using Shared = Tiles::Shared;
-using Lookup = Tiles::Lookup;
 
 // ---- attention/scales ------------------------------------------------------
 // The factors around a softmax in powers of two: of queries before it, of outputs behind it.
@@ -1201,7 +1345,8 @@ template <int kBlocks, int kTile, int kDims, bool kColumns> struct Softmax {
 // near 2^14, which keeps all bits of bfloat16 values over 28 binades.
 // The row of a lane's elements in part n, half i.
 template <int kParts, class Block> __device__ __forceinline__ int row_of(const Block& block, int n, int i) {
-  return block.first_row + threadIdx.x / kWarp * (16 * kParts) + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
+  const int thread = ptx::thread_index();
+  return block.first_row + thread / kWarp * (16 * kParts) + 16 * n + 8 * i + thread % kWarp / 4;
 }
 
 // They are in registers, or in shared memory.
@@ -1216,11 +1361,15 @@ template <class Query, class Mma, int kHeadDim, int kParts, int kThreads, bool k
       const Operands& p, const Block& block, float one, uint32 to, RowScales<kParts>& scales) {
     const float unit = logit_scale(p, one);
     at = to + threadIdx.x * 16;
+    uint32 rows[kParts][2][2 * kSteps];
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
-      uint32 raw[2][2 * kSteps];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) load_row(p, block, row_of<kParts>(block, n, i), raw[i]);
+      for (int i = 0; i < 2; ++i) load_row(p, block, row_of<kParts>(block, n, i), rows[n][i]);
+    }
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      uint32 (&raw)[2][2 * kSteps] = rows[n];
       float factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -1302,10 +1451,9 @@ __device__ __forceinline__ void finish(
   for (int n = 0; n < kParts; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int at = row_of<kParts>(block, n, i);
-      asm volatile("" : "+r"(at));  // keeps the compiler from holding what load() computed of it
+      const int at = row_of<kParts>(block, n, i);
       if (at >= block.rows(p)) continue;
-      const int c = threadIdx.x % 4;
+      const int c = ptx::thread_index() % 4;
       const OutputRow row(p, block.request, block.head, at / p.group, at % p.group);
       const float scale = end_row(p, row, c == 0, unit, state.reference[n][i], state.sum[n][i]);
       auto* out = p.out + row.at * kHeadDim + 2 * c;
@@ -1321,64 +1469,81 @@ using Queries  = RowQueries<Query, Mma, kHeadDim, kParts, kThreads, kHeldQueries
 using State    = Softmax<kParts, kTile, kHeadDim, false>;
 using Scales   = State::Scales;
 
-static_assert(sizeof(Shared) == 89088, "the launch counts on it");
+static_assert(sizeof(Shared) == 63488, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
-// `partial`: some row of the warp does not see all tokens of the tile.
+// `partial`: some row of the warp does not see all tokens of the tile. Calls `middle` between the products. Fragments
+// are loaded one step before their products.
+template <class F>
 __device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
-                                       bool partial, const Queries& q, const Scales& scales, State& state) {
-  const int lane = threadIdx.x % kWarp;
-  const uint32 k = ptx::shared_address(s.halves[tile % 2]) + Tiles::place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const uint32 v = ptx::shared_address(s.halves[tile % 2]) + Tiles::kSideBytes + Tiles::place_of(lane % 16, lane / 16);
+                                       bool partial, const Queries& q, const Scales& scales, State& state, F middle) {
+  constexpr int kFours = kTile / 16, kProducts = kSteps * kFours;
+  const auto side = [&](int i) {
+    return ptx::shared_address(s.halves[tile % Tiles::kBuffers]) + i * Tiles::kSideBytes;
+  };
+  const int  lane = Tiles::thread_index() % kWarp;
+  const uint32 k = side(0) + Tiles::place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const auto load_k = [&](int i) {
+    return ptx::load_matrices((k ^ 32 * (i / kFours)) + i % kFours * 16 * Tiles::kHalfRow);
+  };
   State::Logits x = {};
+  uint32 a[kParts][4];
+  uint4  b = load_k(0);
 #pragma unroll
-  for (int m = 0; m < kSteps; ++m) {
-    uint32 a[kParts][4];
+  for (int i = 0; i < kProducts; ++i) {
+    const int u = i % kFours;
 #pragma unroll
-    for (int n = 0; n < kParts; ++n) q.get(n, m, a[n]);
-#pragma unroll
-    for (int u = 0; u < kTile / 16; ++u) {
-      const uint4 b = ptx::load_matrices((k ^ 32 * m) + u * 16 * Tiles::kHalfRow);
-#pragma unroll
-      for (int n = 0; n < kParts; ++n) {
-        ptx::mma_half<Mma>(x[n][2 * u], a[n], b.x, b.y);
-        ptx::mma_half<Mma>(x[n][2 * u + 1], a[n], b.z, b.w);
-      }
+    for (int n = 0; n < kParts; ++n) {
+      if (u == 0) q.get(n, i / kFours, a[n]);
     }
+    const uint4 next = i + 1 < kProducts ? load_k(i + 1) : b;
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      ptx::mma_half<Mma>(x[n][2 * u], a[n], b.x, b.y);
+      ptx::mma_half<Mma>(x[n][2 * u + 1], a[n], b.z, b.w);
+    }
+    b = next;
   }
   if constexpr (kSoftCap) State::cap(p.soft_cap, x, scales);
-  uint32 present[Tiles::kWords];
+  if (partial || !Tiles::whole(s, tile)) {
+    uint32 present[Tiles::kWords];
 #pragma unroll
-  for (int w = 0; w < Tiles::kWords; ++w) present[w] = s.present[tile % Tiles::kPlaceTurns][w];
-  constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
-  const bool whole = present[0] == kAll && (Tiles::kWords == 1 || present[Tiles::kWords - 1] == kAll);
-  if (partial || !whole) {
-    State::hide(x, lane, [&](int n, int i) {
+    for (int w = 0; w < Tiles::kWords; ++w) present[w] = s.present[tile % Tiles::kRowTurns][w];
+    State::hide(x, ptx::thread_index() % kWarp, [&](int n, int i) {
       const int query = row_of<kParts>(block, n, i) / p.group;
       return Seen(p, block.request, query, p.causal, block.mask(), start, present);
     });
   }
-  if (state.refer(x, kSoftCap ? Scales::ones() : scales)) state.move();
+  middle();
+  const bool moved = state.refer(x, kSoftCap ? Scales::ones() : scales);
+  if (moved) state.move();
+  const int at = Tiles::thread_index() % kWarp;
+  const uint32 v = side(1) + Tiles::place_of(at % 16, at / 16);
+  const auto load_v = [&](int i) {
+    return ptx::load_matrices_transposed((v ^ 32 * (i % kSteps)) + i / kSteps * 16 * Tiles::kHalfRow);
+  };
+  b = load_v(0);
 #pragma unroll
-  for (int u = 0; u < kTile / 16; ++u) {
-    uint32 weights[kParts][4];
+  for (int u = 0; u < kFours; ++u) {
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {  // rows g, g + 8 of eight tokens, then of the next
         float (&four)[4] = x[n][2 * u + j / 2];
         if (j % 2 == 0) state.weigh(n, four);
-        weights[n][j] = to_pair<Mma>(four[j % 2 * 2], four[j % 2 * 2 + 1]);
+        a[n][j] = to_pair<Mma>(four[j % 2 * 2], four[j % 2 * 2 + 1]);
       }
     }
 #pragma unroll
     for (int m = 0; m < kSteps; ++m) {
-      const uint4 b = ptx::load_matrices_transposed((v ^ 32 * m) + u * 16 * Tiles::kHalfRow);
+      const int   i    = u * kSteps + m;
+      const uint4 next = i + 1 < kProducts ? load_v(i + 1) : b;
 #pragma unroll
       for (int n = 0; n < kParts; ++n) {
-        ptx::mma_half<Mma>(state.o[n][2 * m], weights[n], b.x, b.y);
-        ptx::mma_half<Mma>(state.o[n][2 * m + 1], weights[n], b.z, b.w);
+        ptx::mma_half<Mma>(state.o[n][2 * m], a[n], b.x, b.y);
+        ptx::mma_half<Mma>(state.o[n][2 * m + 1], a[n], b.z, b.w);
       }
+      b = next;
     }
   }
 }
@@ -1444,50 +1609,69 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
       int(v_table), int(causal), soft_cap, mask, mask_ends, mask_bytes, int(mask_row_bytes)};
 
   if constexpr (kHasPdl) ptx::griddep_wait();
-  Block block;
-  if (!block.find(p)) return;
-  if constexpr (kHasPdl) ptx::griddep_launch();
-
-  const Sight all(p, block, block.first_row, min(kRows, block.rows(p) - block.first_row));
-  const int seen = all.some_first(), seen_end = all.some_end();
-  const int begin = seen / kTile * kTile, tiles = int(ceil_div(seen_end - begin, kTile));
-  const uint32 inverse = inverse_of_page(p);
-  for (int tile = 0; tile <= Tiles::kAhead; ++tile) {
-    Lookup(p, block.request, inverse, begin + tile * kTile, seen, seen_end).put(p, s, tile);
+  {
+    Block block;
+    if (!block.find(p)) return;
+    if (threadIdx.x == 0) {
+      const Sight all(p, block, block.first_row, min(kRows, block.rows(p) - block.first_row));
+      Task& task = s.task;
+      task.block = block, task.inverse = inverse_of_page(p);
+      task.first = all.some_first(), task.end = all.some_end(), task.begin = task.first / kTile * kTile;
+      task.tiles = int(ceil_div(task.end - task.begin, kTile));
+      ptx::mbarrier_init(&s.behind, kWarps);
+    }
+    if (threadIdx.x % kWarp == 0) {
+      const int   warp = threadIdx.x / kWarp, first_row = block.first_row + warp * kWarpRows;
+      const Sight sight(p, block, first_row, kWarpRows);
+      s.task.spans[warp] = {sight.some_first(), first_row < block.rows(p) ? sight.some_end() : 0, sight.all_first(),
+                            block.end_for_all(p, block.request, sight.all_end())};
+    }
   }
+  if constexpr (kHasPdl) ptx::griddep_launch();
+  __syncthreads();
+
+  const Task&  task  = s.task;
+  const Block& block = task.block;
+  for (int tile = 0; tile <= Tiles::kAhead; ++tile) Tiles::look_up(p, s, tile);
   Queries queries;
   Scales scales;
   State state;
   queries.load(p, block, Tiles::kUnit, ptx::shared_address(s.rest) + 2 * Tiles::kRawBytes, scales);
   state.clear();
-  __syncthreads();  // the places are known
-  for (int tile = 0; tile < min(Tiles::kAhead, tiles); ++tile) Tiles::copy_tile(p, s, block.head, tile);
+  ptx::copy_async_wait();
+  for (int tile = 0; tile < Tiles::kAhead; ++tile) Tiles::settle(p, s, tile);
+  __syncthreads();
+  const int tiles = task.tiles, begin = task.begin;  // read at every tile
+  const Task::Spans seen = task.spans[threadIdx.x / kWarp];
+  for (int tile = 0; tile < min(2, tiles); ++tile) Tiles::copy_tile(s, tile);
   ptx::copy_async_wait();
   __syncthreads();
   if constexpr (!kHalves) {
-    if (tiles > 0) Tiles::decode_tile(s, 0);
+    for (int tile = 0; tile < min(2, tiles); ++tile) Tiles::decode_tile(s, tile);
     __syncthreads();
+    if (2 < tiles) Tiles::copy_tile(s, 2);
   }
-  // These are the tokens that rows of this warp see.
-  const int first_row = block.first_row + threadIdx.x / kWarp * kWarpRows;
-  const Sight sight(p, block, first_row, kWarpRows);
-  const int first = sight.some_first(), end = first_row < block.rows(p) ? sight.some_end() : 0;
-  const int all_first = sight.all_first(), all_end = block.end_for_all(p, block.request, sight.all_end());
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    const int start = begin + tile * kTile;
-    const Lookup ahead(p, block.request, inverse, start + (Tiles::kAhead + 1) * kTile, seen, seen_end);
-    if (tile + Tiles::kAhead < tiles) Tiles::copy_tile(p, s, block.head, tile + Tiles::kAhead);
-    if (start < end && start + kTile > first) {
-      const bool partial = start < all_first || start + kTile > all_end;
-      attend(p, block, s, tile, start, partial, queries, scales, state);
+    const int  start  = begin + tile * kTile;
+    const auto arrive = [&] {
+      ptx::copy_async_wait();
+      if (tile + Tiles::kAhead < tiles) Tiles::settle(p, s, tile + Tiles::kAhead);
+      __syncwarp();
+      if (ptx::thread_index() % kWarp == 0) ptx::mbarrier_arrive(&s.behind);
+    };
+    if (start < seen.end && start + kTile > seen.first) {
+      const bool partial = start < seen.all_first || start + kTile > seen.all_end;
+      attend(p, block, s, tile, start, partial, queries, scales, state, arrive);
+    } else {
+      arrive();
     }
+    ptx::mbarrier_spin(&s.behind, tile % 2);
     if constexpr (!kHalves) {
-      if (tile + 1 < tiles) Tiles::decode_tile(s, tile + 1);
+      if (tile + 2 < tiles) Tiles::decode_tile(s, tile + 2);
     }
-    ahead.put(p, s, (tile + Tiles::kAhead + 1) % Tiles::kPlaceTurns);
-    ptx::copy_async_wait();
-    __syncthreads();
+    if (tile + Tiles::kAhead < tiles) Tiles::copy_tile(s, tile + Tiles::kAhead);
+    if (tile + Tiles::kAhead + 1 < tiles) Tiles::look_up(p, s, tile + Tiles::kAhead + 1);
   }
   finish(state, p, block, Tiles::kUnit);
 }
