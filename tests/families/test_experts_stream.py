@@ -139,5 +139,5 @@ def test_tactics_agree(tokens: int) -> None:
             continue
         with forced_item_rows(0), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(tactic):
             for chosen in (ids.cuda(), torch.full_like(ids, 5).cuda()):
-                first = assert_layer(layer, x, chosen, weights.cuda())
+                first = assert_layer(layer, x, chosen, weights.cuda(), residual=None)
                 assert torch.equal(first, fp4_experts(x, layer, chosen, weights.cuda()))

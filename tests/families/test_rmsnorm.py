@@ -43,7 +43,7 @@ def check(x: torch.Tensor, device: torch.device | str, eps: float = 1e-5) -> Non
         assert_same_floats("sum", y, reference.rmsnorm(total, weight, eps, bias))
     packed = torch.cat((other, x, x), 1).to(device)
     gate = packed[:, h:].unflatten(-1, (2, h))  # two heads of each row, which do not flatten
-    both = packed[:, : 2 * h].reshape(m, 2, h)
+    both = packed[:, : 2 * h].reshape(m, 2, h).contiguous()
     got = rmsnorm_gated(both, gate, on[1], eps).cpu().float()
     want = reference.rmsnorm(both.cpu(), weight, eps, 0.0, gate.cpu()).float()
     close = {"rtol": 2.0**-7 if x.dtype == torch.bfloat16 else 2.0**-10, "atol": 2.0**-24, "equal_nan": True}
