@@ -16,6 +16,7 @@ from jitfp4.integrations.experts import ExpertsModule
 from jitfp4.integrations.layers import Fp4Linear
 from jitfp4.integrations.swiglu import SwiGlu
 from jitfp4.integrations.transformers import Jitfp4Config, register
+from jitfp4.integrations.transformers.delta_rule import DeltaNet
 from tests.support.tiny_models import CONFIGS, load, prompts, save, to_fp4
 
 register()
@@ -31,7 +32,10 @@ def dequantized(model: Any, floats: Any) -> Any:
         elif isinstance(module, Fp4Linear) and not name.endswith("gate_up"):
             linear = floats.get_submodule(name)
             assert linear.weight.shape == (module.out_features, module.in_features)
-            linear.weight.data = module.dequantize().to(linear.weight.dtype)
+            weight, net = module.dequantize(), model.get_submodule(name.rpartition(".")[0])
+            if isinstance(net, DeltaNet) and name.endswith("in_proj_qkvz"):  # its rows are in the order of their use
+                weight = weight[DeltaNet.order_of(net.shape).argsort()]
+            linear.weight.data = weight.to(linear.weight.dtype)
         elif isinstance(module, ExpertsModule):
             fill(floats.get_submodule(name), module)
     return floats
@@ -39,7 +43,7 @@ def dequantized(model: Any, floats: Any) -> Any:
 
 def fill(floats: Any, module: ExpertsModule) -> None:
     """Give float experts what those in FP4 hold."""
-    for expert in range(module.shape.experts):
+    for expert in range(module.shape.experts - module.appended):  # a shared expert has a module of its own, too
         for side, matrix in zip(("gate_up_proj", "down_proj"), module.experts.dequantize(expert), strict=True):
             weight, bias = matrix.weight * matrix.scale.unsqueeze(1), matrix.bias
             if side == "gate_up_proj" and module.shape.order == "interleaved":

@@ -17,7 +17,7 @@ from tests.inputs.repeated import archs_of, repeated_calls
 from tests.support.launches import Launches, plain  # noqa: F401 - a fixture
 
 LENT = (
-    *("attention/decode", "attention/decode_masked", "gemm/expanded_fp8"),
+    *("attention/decode", "attention/decode_masked", "experts/router", "gemm/expanded_fp8"),
     *("attention/prefill_wgmma", "attention/prefill_wgmma_masked"),
 )
 """Kernels whose bind() asks for counters, which are memory of the library."""

@@ -1319,7 +1319,8 @@ __device__ __forceinline__ void update(Rows& h, const Sums& sums, Shared& s, int
 
 // ---- kernel ----------------------------------------------------------------
 // Warps that an SM must hold at once: they limit a thread to 168, 128, 96 or 80 registers. Packed floats need register
-// pairs, and so the highest limit; rows and products of fewer registers leave room for more warps, which hide the loads.
+// pairs, and so the highest limit; rows and products of fewer registers leave room for more warps, which hide
+// the loads.
 constexpr int kMinWarps = C::kMaxTokens > 8 || kHasF32x2 ? (kReread ? 16 : 12)
                                                          : 16 + 4 * (kTerms == 1 && kBlocks == 1) + 4 * kAsIs;
 extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps) gdn_chunk(
