@@ -96,7 +96,7 @@ class Shape(NamedTuple):
 
 def by_part(heads: int, sizes: Sequence[int]) -> torch.Tensor:
     """Where each row is when all heads' first parts come first: from heads of parts of ``sizes`` rows."""
-    places = torch.arange(heads * sum(sizes)).view(heads, -1).split(list(sizes), -1)
+    places = torch.arange(heads * sum(sizes), device="cpu").view(heads, -1).split(list(sizes), -1)
     return torch.cat([part.flatten() for part in places])
 
 

@@ -231,6 +231,7 @@ def check_rules(
 
 
 def check_bias(name: str, bias: torch.Tensor, experts: int, like: torch.Tensor) -> None:
+    """Check a bias [experts]."""
     check_dtype(name, bias, tuple(FLOATS))
     check_same_device(name, bias, like)
     if tuple(bias.shape) != (experts,):

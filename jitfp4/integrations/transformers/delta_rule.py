@@ -23,7 +23,7 @@ from jitfp4.integrations.checkpoints import aligned
 from jitfp4.integrations.delta_rule import SILU, Shape, by_part, gated_norm, gates_of_prompts, in_order
 from jitfp4.integrations.layers import Fp4Linear, regular
 from jitfp4.integrations.transformers.derived import become, plus
-from jitfp4.integrations.transformers.norms import GemmaNorm, joined, joined_product
+from jitfp4.integrations.transformers.norms import GemmaNorm, joined_product, joins
 from jitfp4.weight import TILE_ROWS
 
 _FAMILIES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")  # what names of classes begin with
@@ -158,10 +158,10 @@ class DeltaNet(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is projected, and its products with ``gates``."""
         rows = regular(x.flatten(0, 1))
-        if attention_mask is None and (own := joined(norm, rows, self.gates)) is not None:
+        if attention_mask is None and joins(norm, rows, self.gates):
             gates = x.new_empty(*x.shape[:-1], self.gates.shape[0])
             normed, _ = rmsnorm_linear(
-                rows, own.weight, self.gates, own.eps, weight_bias=own.weight_bias, product=gates.flatten(0, 1)
+                rows, norm.weight, self.gates, norm.epsilon, weight_bias=norm.weight_bias, product=gates.flatten(0, 1)
             )
             return normed.view(x.shape), gates
         x = x if norm is None else norm(x)
@@ -266,7 +266,7 @@ def needed(
     if not isinstance(module, DeltaNet):
         return
     kind, (rows, hidden) = HALVES[dtype], module.gates.shape
-    yield from joined_product(kind, kind, hidden, rows, max_tokens)
+    yield from joined_product(kind, hidden, rows, max_tokens)
     yield from module.shape.needed(kind, DType.F32, requests, max_tokens)
     yield gated_norm(kind, module.shape.value_dim, module.shape.value_heads * max_tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -60,27 +60,14 @@ class GemmaNorm(Norm):
         return self.eps
 
 
-class Joined(NamedTuple):
-    """What rmsnorm_linear() takes of a norm."""
-
-    weight: torch.Tensor
-    eps: float
-    weight_bias: float
+def joins(norm: Any, x: torch.Tensor, matrix: torch.Tensor) -> TypeGuard[Norm]:
+    """Whether rmsnorm_linear() can compute a norm of rows x [m, h] and the product by ``matrix`` behind it."""
+    known = isinstance(norm, Norm) and not hasattr(norm, "_hf_hook") and joins_norm(*x.shape)
+    return known and x.dtype in HALVES and x.dtype == norm.weight.dtype == matrix.dtype
 
 
-def joined(norm: Any, x: torch.Tensor, matrix: torch.Tensor) -> Joined | None:
-    """A norm that one launch can compute with the product by ``matrix`` behind it, of rows x [m, h]; else None."""
-    if not isinstance(norm, Norm) or hasattr(norm, "_hf_hook") or not joins_norm(*x.shape):
-        return None
-    if x.dtype not in HALVES or not x.dtype == norm.weight.dtype == matrix.dtype:
-        return None
-    return Joined(norm.weight, norm.epsilon, norm.weight_bias)
-
-
-def joined_product(
-    dtype: DType, out_dtype: DType, hidden: int, rows: int, max_tokens: int
-) -> Iterator[tuple[Any, Any, str, int]]:
-    """What load_growing() needs for norms with the product by a matrix [rows, hidden] behind them."""
+def joined_product(dtype: DType, hidden: int, rows: int, max_tokens: int) -> Iterator[tuple[Any, Any, str, int]]:
+    """What load_growing() needs for norms with the product by a matrix [rows, hidden] behind them, of their dtype."""
     most = max((m for m in range(1, min(MOST_ROWS, max_tokens) + 1) if joins_norm(m, hidden)), default=0)
     if most:
-        yield RMSNORM_LINEAR, Problem(dtype, out_dtype, 1, hidden, rows), "m", most
+        yield RMSNORM_LINEAR, Problem(dtype, dtype, 1, hidden, rows), "m", most

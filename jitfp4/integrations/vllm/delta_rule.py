@@ -22,7 +22,7 @@ from jitfp4.families.conv import causal_conv1d_fn, causal_conv1d_update
 from jitfp4.families.gdn import chunk_gated_delta_rule, gated_delta_rule_mtp
 from jitfp4.families.gdn.problem import MAX_TOKENS, STATE_DTYPES
 from jitfp4.families.norm import rmsnorm_gated
-from jitfp4.integrations.delta_rule import SILU, Shape, gated_norm, gates_of_prompts, is_normalised
+from jitfp4.integrations.delta_rule import SILU, Shape, by_part, gated_norm, gates_of_prompts, is_normalised
 from jitfp4.integrations.kernels import load_growing
 from jitfp4.integrations.vllm.order import OrderedLinearMethod, can_be_ordered
 from jitfp4.integrations.vllm.quantization import has_fp4_layers
@@ -59,11 +59,9 @@ class Fp4ModelGatedDeltaNet(QwenGatedDeltaNetAttention):
         layers, config = (self.in_proj_qkvz, self.in_proj_ba), get_current_vllm_config()
         if self.num_spec > 0 or config.lora_config is not None or not all(map(can_be_ordered, layers)):
             return
-        heads, group = self.shape.heads, self.shape.value_heads // self.shape.heads
-        wide = group * self.shape.value_dim
-        for layer, sizes in zip(layers, ([self.shape.head_dim] * 2 + [wide] * 2, [group] * 2), strict=True):
-            parts = torch.arange(heads * sum(sizes), device="cpu").view(heads, -1).split(sizes, 1)
-            layer.quant_method = OrderedLinearMethod(layer.quant_method, torch.cat([part.flatten() for part in parts]))
+        ratio = self.shape.value_heads // self.shape.heads
+        for layer, sizes in zip(layers, (self.shape.of_a_head, (ratio, ratio)), strict=True):
+            layer.quant_method = OrderedLinearMethod(layer.quant_method, by_part(self.shape.heads, sizes))
         self.gqa_interleaved_layout = False
 
     def _forward_core(
